@@ -1,0 +1,354 @@
+"""The plugin contract: all that a plugin imports from gptfast.
+
+Four kinds of hook, because four different things hide in one list of events:
+
+- **transforms** take a value and return a new one, folded in order;
+- **owners** do a job that exactly one party may do: two that answer are an error naming both;
+- **scopes** surround a region and are always left, in reverse order, on error too;
+- **observers** look, and ask for something; answers are OR-ed, so their order cannot matter.
+
+A plugin overrides the hooks it needs; a hook left alone costs nothing. Modules of plugins import
+torch inside their functions, so that listing the plugins answers at once.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from enum import Enum, Flag, IntEnum, auto
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from gptfast.profile import Profile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    import torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+__all__ = [
+    "Batch",
+    "Claim",
+    "Context",
+    "Evaluated",
+    "Machine",
+    "Options",
+    "Parts",
+    "Plugin",
+    "Profile",
+    "Source",
+    "Stage",
+    "Stepped",
+    "Stepper",
+    "Support",
+    "Want",
+]
+
+T = TypeVar("T")
+
+
+class Stage(IntEnum):
+    """Where in the order a plugin stands. Within a stage the profile's order holds."""
+
+    SURGERY = 0
+    """Changes what the model or a process-wide switch is."""
+    RECOMPUTE = 1
+    """Changes what is kept for the backward pass."""
+    COMPILE = 2
+    """Compiles what the earlier stages left."""
+    SHARD = 3
+    """Spreads the compiled model over devices."""
+    OUTER = 4
+    """Works around the finished model: loaders, optimizers, averages."""
+    REPORT = 5
+    """Only looks."""
+
+
+class Claim(Enum):
+    """What a plugin promises about the loss. `bench` tests it on the run's own data."""
+
+    EXACT = "exact"
+    """The same function and gradient; at most the order of float32 sums differs."""
+    ROUNDING = "rounding"
+    """The same mathematics in other rounding, within `tolerance` of the baseline's loss."""
+    RECIPE = "recipe"
+    """Changes what is learnt; judged by the loss at equal time."""
+
+
+class Want(Flag):
+    """What an observer asks of the trainer after a step or an evaluation."""
+
+    NOTHING = 0
+    EVAL = auto()
+    SAVE = auto()
+    STOP = auto()
+
+
+class Options(BaseModel):
+    """A plugin's table in the profile: one field and one docstring line for each option."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether this machine supports a plugin, and in words why or how."""
+
+    ok: bool
+    reason: str = ""
+
+    @classmethod
+    def yes(cls, how: str = "") -> Support:
+        return cls(True, how)
+
+    @classmethod
+    def no(cls, reason: str) -> Support:
+        return cls(False, reason)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The device that the run is on."""
+
+    device: torch.device
+    name: str
+    """As the driver calls it."""
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def kind(self) -> str:
+        """ "cuda", "mps" or "cpu"."""
+        return self.device.type
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The windows of one step, or a part of them.
+
+    Attributes:
+        step: the optimizer step that they belong to, from 1.
+        starts: (B,) int64, first token of each window in the split.
+        tokens: (B, block_size + 1) int64, on the host or on the device.
+    """
+
+    step: int
+    starts: np.ndarray[Any, np.dtype[np.int64]]
+    tokens: Tensor
+
+
+class Source(Protocol):
+    """Yields the windows of one step after another. Its cursor is all the state it has."""
+
+    step: int
+    """The step whose windows come next, from 1."""
+
+    def next(self) -> Batch:
+        """The windows of `self.step`, which then moves on by one."""
+
+    def seek(self, step: int) -> None:
+        """Continue with the windows of `step`."""
+
+    def close(self) -> None:
+        """Stop threads and processes, close files. A second call does nothing."""
+
+
+class Stepper(Protocol):
+    """The way from a loss to an update."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss` (a scalar) to the parameters' `.grad`."""
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Make `.grad` the true gradient, before clipping."""
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Update the parameters. False: this update was skipped and nothing changed."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of, once everything is built."""
+
+    profile: Profile
+    machine: Machine
+    raw_model: nn.Module
+    """The GPT itself; its parameters are those that are saved."""
+    model: nn.Module
+    """After every `wrap_model`; what the loop calls."""
+    optimizer: Optimizer
+    source: Source
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A finished optimizer step. Tensors are on the device: reading one waits for it."""
+
+    step: int
+    """From 1."""
+    steps: int
+    """Of the whole run."""
+    loss: Tensor
+    """Scalar float32: mean over the target tokens of the step, in nats."""
+    grad_norm: Tensor
+    """Scalar float32: norm of the gradient before clipping."""
+    learning_rate: float
+    tokens: int
+    """Target tokens in the step."""
+    committed: bool
+    """False: the stepper skipped the update."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A finished evaluation."""
+
+    step: int
+    loss: float
+    """Mean over the target tokens scored, in nats."""
+    tokens: int
+    best: bool
+    """Whether it is the lowest of the run so far."""
+    seconds: float
+
+
+class Context:
+    """What `setup` may do: each way to change something outside the plugin undoes it at the end."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        machine: Machine,
+        *,
+        undo: ExitStack,
+        note: Callable[[str], None],
+    ) -> None:
+        self.profile = profile
+        self.machine = machine
+        self._undo = undo
+        self._note = note
+
+    def setattr(self, owner: object, name: str, value: object) -> None:
+        """Set an attribute until the run ends, as in `setattr(torch.backends.cudnn, ...)`."""
+        before = getattr(owner, name)
+        self._undo.callback(setattr, owner, name, before)
+        setattr(owner, name, value)
+
+    def enter(self, manager: AbstractContextManager[T]) -> T:
+        """Enter a context that is left when the run ends."""
+        return self._undo.enter_context(manager)
+
+    def undo(self, call: Callable[[], object]) -> None:
+        """Have `call` run when the run ends; write it beside what it undoes."""
+        self._undo.callback(call)
+
+    def note(self, line: str) -> None:
+        """Tell the user something in one line: a choice made, a feature left off and why."""
+        self._note(line)
+
+
+class Plugin:
+    """One optimization or observer. Subclass it, override hooks, register it as an entry point.
+
+    The entry point goes into the group `gptfast.plugins`; its name is the plugin's name in a
+    profile. The constructor stores the options and does nothing else.
+    """
+
+    summary: ClassVar[str] = ""
+    """One line: what it does."""
+    stage: ClassVar[Stage] = Stage.OUTER
+    claim: ClassVar[Claim] = Claim.RECIPE
+    tolerance: ClassVar[float] = 0.0
+    """Largest relative difference from the baseline's loss that keeps the claim; 0: equal bits."""
+    requires: ClassVar[tuple[str, ...]] = ()
+    """Plugins that must be on too; those of the same stage come before this one."""
+    conflicts: ClassVar[tuple[str, ...]] = ()
+    """Plugins that must be off."""
+    Options: ClassVar[type[BaseModel]] = Options
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    # setup -------------------------------------------------------------------------------
+
+    def supports(self, machine: Machine) -> Support:
+        """Whether it works here, found out by a tiny real launch where a launch can fail."""
+        return Support.yes()
+
+    def configure(self, profile: Profile) -> Profile:
+        """Transform, pure, before anything is built. `profile.model.vocab_size` is known."""
+        return profile
+
+    def setup(self, context: Context) -> None:
+        """Scope: process-wide switches, through `context` so that they are undone."""
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        """Transform, before the optimizer exists. The names of the parameters stay.
+
+        Also called for evaluation and generation without training, where `ready` is not.
+        """
+        return model
+
+    def build_optimizer(self, model: nn.Module, profile: Profile) -> Optimizer | None:
+        """Owner: the optimizer. None: not this plugin's job."""
+        return None
+
+    def build_stepper(self) -> Stepper | None:
+        """Owner: backward, unscale, step. None: not this plugin's job."""
+        return None
+
+    def wrap_source(self, source: Source) -> Source:
+        """Transform: another way to the same windows."""
+        return source
+
+    def ready(self, parts: Parts) -> None:
+        """Observer, once, when everything is built and resumed, before the first step."""
+
+    # step --------------------------------------------------------------------------------
+
+    def micro_scope(self, last: bool) -> AbstractContextManager[object]:
+        """Scope: forward and backward of one micro-batch; `last` of its step or not."""
+        return nullcontext()
+
+    def forward_scope(self) -> AbstractContextManager[object]:
+        """Scope: the forward pass, in training and in evaluation."""
+        return nullcontext()
+
+    def recover(self, error: BaseException, profile: Profile) -> Profile | None:
+        """Owner: a profile to repeat the step with, before anything was committed. None: no idea.
+
+        Only `train.micro_batch` may change. The same windows are seen again.
+        """
+        return None
+
+    def step(self, event: Stepped) -> Want:
+        """Observer, after every optimizer step."""
+        return Want.NOTHING
+
+    def eval_scope(self) -> AbstractContextManager[object]:
+        """Scope: an evaluation or a sample; weights may be swapped inside."""
+        return nullcontext()
+
+    def evaluated(self, event: Evaluated) -> Want:
+        """Observer, after every evaluation."""
+        return Want.NOTHING
+
+    # teardown ----------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Scope: last words. Once, in reverse order, also after an error or a signal."""
+
+    # always ------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs: tensors, numbers, strings, lists and dicts of them."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what `state` gave. Before `ready`, after `wrap_model`."""

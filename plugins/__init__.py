@@ -1,0 +1,1 @@
+"""The shipped optimizations, one file each."""
