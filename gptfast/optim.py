@@ -1,0 +1,68 @@
+"""AdamW with decay on matrices only, and the learning rate of each step.
+
+Importing this module imports no torch: plugins take `decay_groups` through the contract.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from gptfast.profile import TrainConfig
+
+
+def decay_groups(
+    parameters: Iterable[tuple[str, Tensor]], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Parameter groups: matrices with weight decay, biases and norms without; each tensor once.
+
+    Args:
+        parameters: (name, parameter) pairs, as of `model.named_parameters()`.
+    """
+    trained = [p for _, p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_adamw(model: nn.Module, train: TrainConfig) -> Optimizer:
+    """The baseline's optimizer: torch's AdamW, one parameter after the other."""
+    import torch
+
+    return torch.optim.AdamW(
+        decay_groups(model.named_parameters(), train.weight_decay),
+        lr=train.learning_rate,
+        betas=(train.beta1, train.beta2),
+        foreach=False,
+    )
+
+
+def lr_factor(train: TrainConfig, step: int) -> float:
+    """Learning rate of an update as a share of the peak. The first update is 1, the last `steps`.
+
+    Linear warm-up reaches the peak at the end of `warmup_steps`; the last step has `final_lr`
+    (for "constant": the peak). Never 0 in the warm-up, so that the first step moves the weights.
+    """
+    if step <= train.warmup_steps:
+        return step / train.warmup_steps
+    floor = train.final_lr / train.learning_rate
+    if train.schedule == "constant":
+        return 1.0
+    start = train.warmup_steps
+    if train.schedule == "wsd":
+        start = max(start, train.steps - max(1, round(train.steps * train.decay_fraction)))
+        if step <= start:
+            return 1.0
+    # Past the end (a run continued beyond its schedule) the rate stays at the floor.
+    progress = min(1.0, (step - start) / (train.steps - start)) if step < train.steps else 1.0
+    if train.schedule == "wsd":
+        return 1.0 + (floor - 1.0) * progress
+    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
