@@ -1,0 +1,102 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+Function = Callable[..., Any]
+
+_PROFILE_OPTIONS = (
+    click.option("--profile", metavar="NAME", help="Profile; see gptfast config list."),
+    click.option(
+        "--config",
+        metavar="FILE",
+        type=click.Path(path_type=Path),
+        help="Profiles that win over the shipped ones.  [default: gptfast.toml here, if any]",
+    ),
+    click.option(
+        "--set",
+        "overrides",
+        metavar="KEY=VALUE",
+        multiple=True,
+        help="Change a value, as in train.steps=100; may be repeated.",
+    ),
+    click.option(
+        "--plugin",
+        "asked",
+        metavar="NAME",
+        multiple=True,
+        help="Switch a plugin on; may be repeated.",
+    ),
+    click.option(
+        "--without", metavar="NAME", multiple=True, help="Switch a plugin off; may be repeated."
+    ),
+)
+
+
+def profile_options(function: Function) -> Function:
+    """Options that choose a profile. Every command that takes a profile takes all of them.
+
+    The function gets `loaded` (`gptfast.config.Loaded`, resolved and validated) and `asked`
+    (tuple of str, the plugins named by `--plugin`).
+    """
+
+    @functools.wraps(function)
+    def with_profile(
+        *args: Any,
+        profile: str | None,
+        config: Path | None,
+        overrides: tuple[str, ...],
+        asked: tuple[str, ...],
+        without: tuple[str, ...],
+        **kwargs: Any,
+    ) -> Any:
+        from gptfast.config import load
+
+        loaded = load(
+            profile,
+            config=config,
+            overrides=overrides,
+            plugins=asked,
+            without=without,
+            folder=click.get_current_context().obj.folder,
+        )
+        return function(*args, loaded=loaded, asked=asked, **kwargs)
+
+    chosen: Function = with_profile
+    for option in reversed(_PROFILE_OPTIONS):
+        chosen = option(chosen)
+    return chosen
+
+
+def device_option(function: Function) -> Function:
+    """`--device`, given as `device`: "auto", "cpu", "cuda" or "mps"."""
+    return click.option(
+        "--device",
+        type=click.Choice(["auto", "cpu", "cuda", "mps"]),
+        default="auto",
+        show_default=True,
+        help="Where to compute; auto: cuda, then mps, then cpu.",
+    )(function)
+
+
+def json_option(function: Function) -> Function:
+    """`--json`, given as `as_json`. With it, stdout takes `console.json` and nothing else."""
+
+    def keep_stdout(ctx: click.Context, param: click.Parameter, value: bool) -> bool:
+        if value:
+            ctx.with_resource(ctx.obj.console.json_alone())
+        return value
+
+    return click.option(
+        "--json",
+        "as_json",
+        is_flag=True,
+        callback=keep_stdout,
+        help="Print the result as JSON; all else goes to stderr.",
+    )(function)

@@ -1,0 +1,57 @@
+"""`gptfast train`: parse, call the trainer, show."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from gptfast.cli.app import App
+from gptfast.cli.options import device_option, json_option, profile_options
+
+if TYPE_CHECKING:
+    from gptfast.config import Loaded
+
+
+@click.command()
+@profile_options
+@click.option("--run", metavar="NAME", help="Keep the run in runs/NAME.")
+@click.option("--resume", is_flag=True, help="Continue the run from its latest checkpoint.")
+@click.option(
+    "--stop-at",
+    type=click.IntRange(min=1),
+    metavar="STEP",
+    help="Save and stop after this step; --resume goes on.",
+)
+@device_option
+@click.option("--plain", is_flag=True, help="Plain lines also on a terminal.")
+@json_option
+@click.pass_obj
+def command(
+    app: App,
+    *,
+    loaded: Loaded,
+    asked: tuple[str, ...],
+    run: str | None,
+    resume: bool,
+    stop_at: int | None,
+    device: str,
+    plain: bool,
+    as_json: bool,
+) -> None:
+    """Train a model as a profile says."""
+    from gptfast.trainer import train
+
+    with app.console.training(plain=plain or as_json) as listener:
+        finished = train(
+            loaded,
+            run=run,
+            resume=resume,
+            stop_at=stop_at,
+            device=device,
+            asked=asked,
+            folder=app.folder,
+            listener=listener,
+        )
+    if as_json:
+        app.console.json(finished)
