@@ -1,0 +1,1 @@
+"""From text to windows: sources -> tokenizer -> store (HDF5) -> windows (a pure order)."""

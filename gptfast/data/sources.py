@@ -1,0 +1,4 @@
+"""What `gptfast prepare` can be given."""
+
+NAMES = ("shakespeare",)
+"""Corpora that are known by name."""
