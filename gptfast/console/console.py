@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -19,10 +20,15 @@ from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console as RichConsole
+from rich.console import RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from gptfast.console.live import LiveView, PlainView
+from gptfast.console.progress import PrepareProgress
 from gptfast.console.text import one_line, printable
+from gptfast.report import Listener
 
 _NUMBER = re.compile(r"[-+±]?[\d.,]+(\s?\S{1,6})?|-|inf|nan|")
 
@@ -91,11 +97,6 @@ class Console:
         """Columns."""
         return self._out.width
 
-    @property
-    def rich(self) -> RichConsole:
-        """The rich console that text goes to, for the views of this package."""
-        return self._out
-
     # lines -------------------------------------------------------------------------------
 
     def line(self, text: str = "", *, style: str = "") -> None:
@@ -131,6 +132,50 @@ class Console:
         file = self._out.file
         file.write(printable(text) if self.is_terminal else text)
         file.flush()
+
+    def show(self, picture: RenderableType) -> None:
+        """What rich can render, on as many lines as it takes."""
+        (self._live or self._out).print(picture)
+
+    # progress ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def training(self, *, plain: bool = False) -> Iterator[Listener]:
+        """The listener for a training: the live view on a terminal, else plain lines."""
+        if plain or not self.is_terminal:
+            yield PlainView(self)
+        else:
+            with LiveView(self) as view:
+                yield view
+
+    @contextlib.contextmanager
+    def prepare_progress(self, total_bytes: int | None) -> Iterator[PrepareProgress]:
+        """A call `(bytes_done, bytes_total, tokens)` that shows the progress, on stderr."""
+        if not self._err.is_terminal:
+            yield PrepareProgress(self._err, None, total_bytes)
+            return
+        with self._drawn_on(self._err, transient=True) as live:
+            yield PrepareProgress(self._err, live, total_bytes)
+
+    def region(self) -> AbstractContextManager[Live]:
+        """A part of the terminal that is redrawn in place; lines and prints scroll above it."""
+        return self._drawn_on(self._out, transient=False)
+
+    @contextlib.contextmanager
+    def _drawn_on(self, stream: RichConsole, *, transient: bool) -> Iterator[Live]:
+        live = Live(
+            console=stream,
+            auto_refresh=False,
+            transient=transient,
+            redirect_stdout=self._out.is_terminal,
+            redirect_stderr=self._err.is_terminal,
+        )
+        self._live = stream
+        try:
+            with live:
+                yield live
+        finally:
+            self._live = None
 
     # tables and JSON ---------------------------------------------------------------------
 

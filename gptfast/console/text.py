@@ -51,10 +51,11 @@ def size(n_bytes: float) -> str:
 
 
 def count(number: float) -> str:
-    """A large number in short: `950`, `124.4 M`, `1.5 B`."""
+    """A large number in short, three digits or more of it: `950`, `834k`, `1.50M`, `124M`."""
     for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= factor:
-            return f"{number / factor:.1f} {unit}"
+            short = number / factor
+            return f"{short:.{0 if short >= 100 else 1 if short >= 10 else 2}f}{unit}"
     return f"{number:.0f}"
 
 
@@ -83,3 +84,10 @@ def _shares(values: Sequence[float], width: int) -> list[float]:
         return list(values)
     edges = [len(values) * share // width for share in range(width + 1)]
     return [sum(values[begin:end]) / (end - begin) for begin, end in itertools.pairwise(edges)]
+
+
+def bar(share: float, width: int, *, ascii_only: bool = False) -> tuple[str, str]:
+    """The done and the open part of a bar of `width` characters; they differ without colour."""
+    done = int(min(max(share, 0.0), 1.0) * width)
+    full, empty = ("#", "-") if ascii_only else ("━", "─")
+    return full * done, empty * (width - done)
