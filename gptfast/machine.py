@@ -46,6 +46,13 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
+def peak_dtype(device: torch.device) -> torch.dtype:
+    """In which a device multiplies fastest: bfloat16, float16 before Ampere, float32 on a CPU."""
+    if device.type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported(False) else torch.float16
+
+
 def measure_matmul_peak(
     device: torch.device, dtype: torch.dtype, *, seconds: float = 0.25
 ) -> float:

@@ -221,7 +221,8 @@ class Block(nn.Module):
         cache: KVCache | None,
     ) -> Tensor:
         x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), rope=rope, mask_TS=mask_TS, cache=cache)
-        return x_BTC + self.mlp(self.ln_2(x_BTC))
+        out: Tensor = x_BTC + self.mlp(self.ln_2(x_BTC))
+        return out
 
 
 def build_norm(config: ModelConfig) -> nn.Module:

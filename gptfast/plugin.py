@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from gptfast.optim import decay_groups
 from gptfast.profile import Profile
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ __all__ = [
     "Stepper",
     "Support",
     "Want",
+    "Windows",
+    "decay_groups",
 ]
 
 T = TypeVar("T")
@@ -143,8 +146,33 @@ class Batch:
     tokens: Tensor
 
 
+class Windows(Protocol):
+    """Which tokens each step sees: pure, picklable, the same for every loader."""
+
+    @property
+    def tokens(self) -> np.ndarray[Any, np.dtype[np.integer[Any]]]:
+        """(n,) the whole training split, uint16 or uint32, perhaps memory-mapped."""
+
+    @property
+    def block_size(self) -> int:
+        """A window is `block_size + 1` tokens."""
+
+    def starts(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """(B,) first token of each window of `step` (from 1)."""
+
+    def read(self, step: int) -> Batch:
+        """The windows of `step`, on the host."""
+
+
 class Source(Protocol):
-    """Yields the windows of one step after another. Its cursor is all the state it has."""
+    """Yields the windows of one step after another. Its cursor is all the state it has.
+
+    A plugin may work around the source it is given, or make another from `windows`.
+    """
+
+    @property
+    def windows(self) -> Windows:
+        """What each step sees."""
 
     step: int
     """The step whose windows come next, from 1."""

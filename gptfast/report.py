@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from gptfast.plugin import Evaluated
+
 
 @dataclass(frozen=True)
 class PluginLine:
@@ -78,16 +80,7 @@ class Logged:
     """Passes over the training split so far."""
 
 
-@dataclass(frozen=True)
-class EvalRecord:
-    """One evaluation."""
-
-    step: int
-    loss: float
-    """Mean over the target tokens scored, in nats."""
-    tokens: int
-    best: bool
-    seconds: float
+EvalRecord = Evaluated
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,564 @@
+"""The only loop there is. `train`, `bench`, `eval` and the tests call it.
+
+It knows no optimization by name: what makes it fast hangs on the hooks. It owns what no plugin
+may: the token-weighted micro-batch loop, clipping between unscale and step, the schedule, the
+checkpoint, and the order save -> evaluate -> sample -> stop.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import gptfast
+from gptfast.checkpoint import Checkpoint, save_checkpoint
+from gptfast.data.batches import StoreWindows, WindowSource
+from gptfast.data.store import Store
+from gptfast.data.windows import WindowOrder
+from gptfast.errors import GptfastError
+from gptfast.evaluate import Score, evaluate
+from gptfast.hooks import Hooks
+from gptfast.machine import peak_memory_bytes, synchronize
+from gptfast.model import GPT, count_parameters, flops_per_token
+from gptfast.optim import build_adamw, lr_factor
+from gptfast.plugin import Batch, Evaluated, Machine, Parts, Profile, Source, Stepped, Stepper, Want
+from gptfast.report import Listener, Logged, Silent
+from gptfast.runs import Run
+
+
+class PlainStepper:
+    """Backward, nothing to unscale, step; `gptfast.plugin.Stepper`."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def unscale(self, optimizer: Optimizer) -> None: ...
+
+    def step(self, optimizer: Optimizer) -> bool:
+        optimizer.step()
+        return True
+
+
+@dataclass
+class Progress:
+    """How far a run is; everything in it goes into the checkpoint.
+
+    Attributes:
+        step: optimizer steps done.
+        committed: updates applied; the schedule counts these.
+        best_loss, best_step: lowest validation loss so far and where.
+        val_loss, val_step: the last validation loss and where.
+    """
+
+    step: int = 0
+    committed: int = 0
+    best_loss: float = math.inf
+    best_step: int | None = None
+    val_loss: float | None = None
+    val_step: int | None = None
+
+
+class Trainer:
+    """A run: built on entering the context, advanced by `run`, taken down on leaving.
+
+    Args:
+        profile: with the vocabulary filled in.
+        hooks: the enabled plugins.
+        machine: where it runs.
+        store: the tokens.
+        run: the folder to keep it in; None keeps nothing.
+        checkpoint: the point to go on from; None starts at step 0.
+        listener: told what happens.
+        peak_flops: measured matmul peak, for the share of it that a step reaches.
+    """
+
+    raw_model: GPT
+    model: nn.Module
+    optimizer: Optimizer
+    stepper: Stepper
+    source: Source
+
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        hooks: Hooks,
+        machine: Machine,
+        store: Store,
+        run: Run | None = None,
+        checkpoint: Checkpoint | None = None,
+        listener: Listener | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        self.asked_profile = profile
+        self.profile = profile
+        self.hooks = hooks
+        self.machine = machine
+        self.store = store
+        self.kept_in = run
+        self.listener: Listener = listener or Silent()
+        self.progress = Progress()
+        self.stop_reason: str | None = None
+        """What ends the run before its last step."""
+        self.last_loss = math.nan
+        self._interrupted = False
+        self._checkpoint = checkpoint
+        self._peak_flops = peak_flops
+        self._has_val = "val" in store.splits
+
+    # building and taking down ------------------------------------------------------------
+
+    def __enter__(self) -> Trainer:
+        device = self.machine.device
+        with ExitStack() as stack:
+            stack.enter_context(random_state_kept(device))
+            stack.enter_context(self.hooks)
+            self.profile = profile = self.hooks.configure(self.asked_profile)
+            self.hooks.setup(profile, self.machine)
+            torch.manual_seed(profile.train.seed)
+            self.raw_model = GPT(profile.model).to(device)
+            if self._checkpoint is not None:
+                self._checkpoint.load_model(self.raw_model, device=device)
+            self.model = self.hooks.wrap_model(self.raw_model)
+            self.model.train()
+            self.optimizer = self.hooks.build_optimizer(self.model, profile) or build_adamw(
+                self.model, profile.train
+            )
+            for group in self.optimizer.param_groups:
+                group.setdefault("initial_lr", float(group["lr"]))
+            self.stepper = self.hooks.build_stepper() or PlainStepper()
+            self.source = self.hooks.wrap_source(WindowSource(self._windows(profile)))
+            stack.callback(self.source.close)
+            if self._checkpoint is not None:
+                self._resume(self._checkpoint)
+            self.hooks.ready(
+                Parts(
+                    profile, self.machine, self.raw_model, self.model, self.optimizer, self.source
+                )
+            )
+            self._meter = Meter(
+                self.progress.step,
+                flops_per_token(profile.model, count_parameters(self.raw_model)),
+                self._peak_flops,
+            )
+            self._leave = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._leave.__exit__(kind, error, traceback)
+
+    def _windows(self, profile: Profile) -> StoreWindows:
+        return StoreWindows(
+            self.store,
+            WindowOrder(
+                seed=profile.train.seed,
+                split="train",
+                n_tokens=self.store.n_tokens("train"),
+                block_size=profile.model.block_size,
+            ),
+            profile.train.batch_size,
+            self.machine.rank,
+            self.machine.world,
+        )
+
+    # the loop ----------------------------------------------------------------------------
+
+    def run(self, until: int | None = None) -> None:
+        """Train up to step `until` (None: all of the profile's), or until something stops it."""
+        steps = self.profile.train.steps
+        until = steps if until is None else min(until, steps)
+        while self.progress.step < until and self.stop_reason is None:
+            self._after(self.one_step(), last=self.progress.step == until)
+        self._flush()
+
+    def interrupt(self, reason: str) -> None:
+        """Have the run save and stop after the step, or in the evaluation, that it is in.
+
+        Safe in a signal handler.
+        """
+        self.stop_reason = reason
+        self._interrupted = True
+
+    def one_step(self) -> Want:
+        """Fetch the windows of a step, update the weights, tell the observers."""
+        waited = time.perf_counter()
+        batch = self.source.next()
+        self._meter.waited += time.perf_counter() - waited
+        loss = self._gradients_with_recovery(batch)
+        self.stepper.unscale(self.optimizer)
+        grad_norm = self._clip()
+        factor = lr_factor(self.profile.train, self.progress.committed + 1)
+        for group in self.optimizer.param_groups:
+            set_lr(group, group["initial_lr"] * factor)
+        committed = self.stepper.step(self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.progress.step += 1
+        self.progress.committed += committed
+        event = Stepped(
+            step=self.progress.step,
+            steps=self.profile.train.steps,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=self.profile.train.learning_rate * factor,
+            tokens=batch.tokens[:, 1:].numel(),
+            committed=committed,
+        )
+        self._meter.events.append(event)
+        return self.hooks.step(event)
+
+    def _gradients_with_recovery(self, batch: Batch) -> Tensor:
+        """Gradients of one step; after an error that a plugin knows a way out of, once more with
+        the same windows and the same random numbers. Nothing has been committed yet."""
+        if not self.hooks.can_recover:
+            return self._gradients(batch)
+        before = random_state(self.machine.device)
+        while True:
+            try:
+                return self._gradients(batch)
+            except (RuntimeError, MemoryError) as error:
+                changed = self.hooks.recover(error, self.profile)
+                if changed is None:
+                    raise
+                self.profile = changed
+            self.optimizer.zero_grad(set_to_none=True)
+            set_random_state(before, self.machine.device)
+
+    def _gradients(self, batch: Batch) -> Tensor:
+        """Add the gradient of the step's mean loss to the parameters; returns that loss."""
+        tokens = batch.tokens.to(self.machine.device, non_blocking=True)
+        n_targets = tokens[:, 1:].numel()
+        parts = torch.split(tokens, self.profile.train.windows_per_micro)
+        total = torch.zeros((), device=self.machine.device)
+        for i, part in enumerate(parts, start=1):
+            with self.hooks.micro_scope(last=i == len(parts)):
+                with self.hooks.forward_scope():
+                    loss = self.model(part[:, :-1], part[:, 1:]) / n_targets
+                self.stepper.backward(loss)
+            total += loss.detach()
+        return total
+
+    def _clip(self) -> Tensor:
+        """Norm of the gradient; the gradient is scaled down to at most `grad_clip`."""
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        if self.profile.train.grad_clip == 0:
+            return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        return nn.utils.clip_grad_norm_(parameters, self.profile.train.grad_clip)
+
+    # after a step ------------------------------------------------------------------------
+
+    def _after(self, want: Want, *, last: bool) -> None:
+        """Log, then save -> evaluate -> sample -> stop: a failing evaluation loses nothing."""
+        train, step = self.profile.train, self.progress.step
+        self._note_stop(want)
+        stopped = self.stop_reason is not None
+        ends = step == train.steps or (stopped and not self._interrupted)
+        evaluates = self._has_val and (ends or due(train.eval_interval, step) or Want.EVAL in want)
+        saves = last or stopped or evaluates or due(train.save_interval, step) or Want.SAVE in want
+        samples = train.sample_tokens > 0 and (ends or due(train.sample_interval, step))
+        if saves or samples or due(train.log_interval, step):
+            # Also because a loss that is not finite must stop the run before it replaces a good
+            # checkpoint.
+            self._flush()
+        with self._meter.paused():
+            if saves:
+                self.save()
+            if evaluates and self.evaluate() is None:
+                return
+            if samples:
+                self._sample()
+
+    def _note_stop(self, want: Want) -> None:
+        if Want.STOP in want and self.stop_reason is None:
+            self.stop_reason = "a plugin"
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, where the run is kept and it is not there yet."""
+        if self.kept_in is None:
+            return
+        step, model = self.progress.step, self.raw_model
+        checkpoint = save_checkpoint(
+            self.kept_in.checkpoint_folder(step),
+            model=model.state_dict(),
+            trainer={
+                "progress": vars(self.progress),
+                "optimizer": self.optimizer.state_dict(),
+                "random": random_state(self.machine.device),
+                "plugins": self.hooks.state(),
+            },
+            tokenizer=self.store.tokenizer_definition,
+            meta={
+                "step": step,
+                "profile": self.asked_profile.model_dump(),
+                "model": self.profile.model.model_dump(),
+                "plugins": {
+                    e.name: {"package": e.package, "version": e.version} for e in self.hooks.enabled
+                },
+                "data": {"path": str(self.store.path), "fingerprint": self.store.fingerprint},
+                "machine": self.machine.name,
+                "versions": {
+                    "gptfast": gptfast.__version__,
+                    "torch": torch.__version__,
+                    "numpy": np.__version__,
+                },
+            },
+        )
+        self.kept_in.point("latest", step)
+        keep = self.profile.train.keep_checkpoints
+        self.kept_in.rotate(keep=keep, best=self.progress.best_step)
+        self.listener.saved(step, str(checkpoint.folder))
+
+    def evaluate(self) -> Score | None:
+        """Score `val`, tell everybody, remember the best. None: stopped in the middle."""
+        start = time.perf_counter()
+        with self.hooks.eval_scope():
+            score = self.score("val", max_targets=self.profile.train.eval_tokens)
+        if score is None:
+            return None
+        progress, step = self.progress, self.progress.step
+        best = score.loss < progress.best_loss
+        progress.val_loss, progress.val_step = score.loss, step
+        if best:
+            progress.best_loss, progress.best_step = score.loss, step
+        seconds = time.perf_counter() - start
+        event = Evaluated(step, score.loss, score.tokens, best, seconds)
+        if self.kept_in is not None:
+            self.kept_in.log([{"kind": "eval", **vars(event)}])
+            if best:
+                self.kept_in.point("best", step)
+        self.listener.evaluated(event)
+        self._note_stop(self.hooks.evaluated(event))
+        return score
+
+    def score(self, split: str, *, max_targets: int | None = None) -> Score | None:
+        """The loss of the model as it is over a split."""
+        return evaluate(
+            self.model,
+            self.store,
+            split,
+            block_size=self.profile.model.block_size,
+            batch_size=self.profile.train.windows_per_micro,
+            device=self.machine.device,
+            forward_scope=self.hooks.forward_scope,
+            max_targets=max_targets,
+            should_stop=lambda: self._interrupted,
+        )
+
+    def _sample(self) -> None:
+        from gptfast.generate import Sampling, sample_text
+
+        generator = torch.Generator(self.machine.device)
+        generator.manual_seed(self.profile.train.seed + self.progress.step)
+        with self.hooks.eval_scope():
+            text = sample_text(
+                self.raw_model,
+                self.store.tokenizer(),
+                prompt="",
+                max_new_tokens=self.profile.train.sample_tokens,
+                sampling=Sampling(),
+                generator=generator,
+                forward_scope=self.hooks.forward_scope,
+            )
+        self.listener.sampled(self.progress.step, text)
+
+    def _flush(self) -> None:
+        """Read the device once for all steps since the last time; log them.
+
+        Raises:
+            GptfastError: a loss or an applied gradient is not finite.
+        """
+        meter = self._meter
+        events = meter.events
+        if not events:
+            return
+        losses = torch.stack([event.loss for event in events]).tolist()
+        norms = torch.stack([event.grad_norm for event in events]).tolist()
+        synchronize(self.machine.device)
+        seconds = meter.lap()
+        for event, loss, norm in zip(events, losses, norms, strict=True):
+            if not math.isfinite(loss) or (event.committed and not math.isfinite(norm)):
+                raise self._not_finite(event, loss, norm)
+        last = events[-1]
+        step_s = seconds / len(events)
+        tokens_per_s = sum(event.tokens for event in events) / seconds * self.machine.world
+        self.last_loss = sum(losses) / len(losses)
+        if self.kept_in is not None:
+            self.kept_in.log(
+                {
+                    "kind": "step",
+                    "step": event.step,
+                    "loss": loss,
+                    "grad_norm": norm if math.isfinite(norm) else None,
+                    "learning_rate": event.learning_rate,
+                    "tokens": event.tokens,
+                    "committed": event.committed,
+                    "step_ms": step_s * 1e3,
+                }
+                for event, loss, norm in zip(events, losses, norms, strict=True)
+            )
+        self.listener.logged(
+            Logged(
+                step=last.step,
+                steps=last.steps,
+                loss=self.last_loss,
+                learning_rate=last.learning_rate,
+                grad_norm=norms[-1],
+                step_ms=step_s * 1e3,
+                tokens_per_s=tokens_per_s,
+                peak_share=meter.peak_share(tokens_per_s / self.machine.world),
+                data_wait_ms=meter.waited / len(events) * 1e3,
+                memory_bytes=peak_memory_bytes(self.machine.device),
+                skipped_steps=self.progress.step - self.progress.committed,
+                epoch=self.epoch(last.step),
+            )
+        )
+        meter.clear()
+
+    def epoch(self, step: int) -> float:
+        """Passes over the training split up to and with `step`."""
+        return self._windows(self.profile).order.epoch(step, self.profile.train.batch_size)
+
+    def _not_finite(self, event: Stepped, loss: float, norm: float) -> GptfastError:
+        starts = self._windows(self.profile).starts(event.step)
+        shown = ", ".join(str(start) for start in starts[:8]) + (" ..." if len(starts) > 8 else "")
+        kept = self.kept_in.steps() if self.kept_in is not None else []
+        good = f"step {kept[-1]} is the newest checkpoint" if kept else "no checkpoint was kept"
+        return GptfastError(
+            f"step {event.step}: loss {loss}, gradient norm {norm} (windows starting at tokens "
+            f"{shown}); {good}: lower train.learning_rate or set train.grad_clip and use --resume"
+        )
+
+    # resuming ----------------------------------------------------------------------------
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        state = checkpoint.load_trainer()
+        self.progress = progress = Progress(**state["progress"])
+        if self.kept_in is not None:
+            # A checkpoint is saved before its evaluation: the log knows the result.
+            self.kept_in.forget_after(progress.step)
+            for record in self.kept_in.metrics():
+                if record["kind"] == "eval":
+                    progress.val_loss, progress.val_step = record["loss"], record["step"]
+                    if record["best"]:
+                        progress.best_loss, progress.best_step = record["loss"], record["step"]
+        rates = [group["initial_lr"] for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(state["optimizer"])
+        # The profile's rate wins over the saved one, so that it may be changed on resume.
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["initial_lr"] = rate
+        missing = self.hooks.load_state(state["plugins"])
+        if missing:
+            self.listener.note(
+                f"{checkpoint.folder.name} has no state of {', '.join(missing)}: they start afresh"
+            )
+        self.source.seek(progress.step + 1)
+        set_random_state(state["random"], self.machine.device)
+
+
+class Meter:
+    """Times between two log records, without the evaluations and samples in between."""
+
+    def __init__(self, step: int, flops_per_token: int, peak_flops: float | None) -> None:
+        self.events: list[Stepped] = []
+        self.waited = 0.0
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+        self._start = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        now = time.perf_counter()
+        seconds, self._start = now - self._start, now
+        return seconds
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside does not count."""
+        paused = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - paused
+
+    def clear(self) -> None:
+        self.events.clear()
+        self.waited = 0.0
+
+    def peak_share(self, tokens_per_s: float) -> float | None:
+        if self._peak_flops is None:
+            return None
+        return tokens_per_s * self._flops_per_token / self._peak_flops
+
+
+def due(interval: int, step: int) -> bool:
+    """Whether something done every `interval` steps is done after `step`; 0: never."""
+    return interval > 0 and step % interval == 0
+
+
+def set_lr(group: dict[str, Any], lr: float) -> None:
+    """A tensor rate is filled in place: a compiled optimizer step must not see a new number."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """State of every global generator: torch's on the CPU and the device, numpy's, Python's."""
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": {
+            **numpy_state,
+            "state": {
+                "key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+                "pos": int(numpy_state["state"]["pos"]),
+            },
+        },
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    elif device.type == "mps":
+        state["mps"] = torch.mps.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put back what `random_state` gave; a device that it does not know keeps its own."""
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    numpy_state = state["numpy"]
+    inner = numpy_state["state"]
+    np.random.set_state(
+        {**numpy_state, "state": {**inner, "key": inner["key"].numpy().astype(np.uint32)}}
+    )
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    elif device.type == "mps" and "mps" in state:
+        torch.mps.set_rng_state(state["mps"])
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Every global generator is back as found afterwards."""
+    before = random_state(device)
+    try:
+        yield
+    finally:
+        set_random_state(before, device)
