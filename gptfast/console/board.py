@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -28,6 +29,9 @@ from gptfast.console.text import (
 from gptfast.report import EvalRecord, Logged, PluginLine, RunInfo
 
 CLAIM_STYLES = {"exact": "green", "rounding": "cyan", "recipe": "magenta"}
+
+Cell = tuple[str, str]
+"""What a number is and, with its unit, the number."""
 
 MAX_WIDTH = 100
 TWO_COLUMNS_FROM = 64
@@ -96,9 +100,9 @@ class Board:
         title = one_line(f"gptfast: {info.name}" if info.name else "gptfast")
         return Panel(
             Group(*rows),
-            title=Text(f" {title} ", style="bold"),
+            title=Text(title, style="bold"),
             title_align="left",
-            subtitle=Text(f" profile {one_line(info.profile)} on {one_line(info.device)} "),
+            subtitle=Text(f"profile {one_line(info.profile)} on {one_line(info.device)}"),
             subtitle_align="right",
             box=box.ASCII if ascii_only else box.ROUNDED,
             border_style="dim",
@@ -118,7 +122,8 @@ class Board:
         info = self.info
         step = self.last.step if self.last else info.start_step
         head = f"step {step:,}/{info.steps:,}"
-        tail = f"{step / info.steps:4.0%}  {clock(self.elapsed)}  eta {clock(self.remaining)}"
+        elapsed = f"{clock(self.elapsed)}  " if width >= TWO_COLUMNS_FROM else ""
+        tail = f"{step / info.steps:4.0%}  {elapsed}eta {clock(self.remaining)}"
         room = max(width - len(head) - len(tail) - 4, 0)
         done, rest = bar(step / info.steps, room, ascii_only=ascii_only)
         text = Text.assemble((head, "bold"), "  ", (done, "green"), (rest, "dim"), "  ", tail)
@@ -129,10 +134,10 @@ class Board:
         grid = _grid()
         spark = max(min(width - 25, 60), 0)
         if self.last is None:
-            grid.add_row(*_label("loss"), Text("waiting for the first record", style="dim"))
+            grid.add_row(_label("loss"), Text("waiting for the first record", style="dim"))
             return grid
         grid.add_row(
-            *_label("loss"),
+            _label("loss"),
             Text.assemble(
                 _loss(self.last.loss),
                 "  ",
@@ -141,34 +146,35 @@ class Board:
         )
         if self.last_eval is not None:
             best = f"best {self.best.loss:.4f} at step {self.best.step:,}" if self.best else ""
-            line = sparkline(self.val.losses, max(spark - len(best) - 2, 0), ascii_only=ascii_only)
+            room = max(spark - len(best) - 2, 0)
             grid.add_row(
-                *_label("validation"),
+                _label("validation"),
                 Text.assemble(
                     _loss(self.last_eval.loss),
                     "  ",
-                    (f"{line}  " if line else "", VAL_STYLE),
+                    (sparkline(self.val.losses, room, ascii_only=ascii_only), VAL_STYLE),
+                    "  " if room else "",
                     (best, "dim"),
                 ),
             )
         return grid
 
     def _numbers(self, *, two_columns: bool) -> Table:
-        cells = list(self._cells())
-        n_columns = 2 if two_columns else 1
-        grid = _grid(n_columns)
-        n_rows = -(-len(cells) // n_columns)
-        for row in range(n_rows):
-            line: list[Text] = []
-            for name, value in cells[row::n_rows]:
-                line += [*_label(name), Text(value)]
-            grid.add_row(*line)
+        """The learning to the left and the machine to the right, or one above the other."""
+        grid = _grid(2 if two_columns else 1)
+        if self.last is None:
+            return grid
+        learning = list(self._learning(self.last))
+        machine = list(_machine(self.last))
+        if not two_columns:
+            for cell in [*learning, *machine]:
+                grid.add_row(*_cell(cell))
+            return grid
+        for left, right in itertools.zip_longest(learning, machine, fillvalue=("", "")):
+            grid.add_row(*_cell(left), *_cell(right))
         return grid
 
-    def _cells(self) -> Iterator[tuple[str, str]]:
-        record = self.last
-        if record is None:
-            return
+    def _learning(self, record: Logged) -> Iterator[Cell]:
         yield "learning rate", f"{record.learning_rate:.2e}"
         yield "gradient norm", f"{record.grad_norm:.3g}"
         yield "epoch", f"{record.epoch:.2f}"
@@ -176,23 +182,26 @@ class Board:
             yield "skipped steps", f"{record.skipped_steps:,}"
         if self.saved is not None:
             yield "checkpoint", f"step {self.saved:,}"
-        yield "speed", f"{record.tokens_per_s:,.0f} tok/s"
-        if record.peak_share is not None:
-            yield "matmul peak", f"{record.peak_share:.0%} of measured"
-        yield "step", milliseconds(record.step_ms)
-        yield "data wait", milliseconds(record.data_wait_ms)
-        if record.memory_bytes is not None:
-            yield "memory", size(record.memory_bytes)
 
     def _plugins(self) -> Table:
         grid = _grid()
         if self.info.plugins:
-            grid.add_row(*_label("plugins"), Text(", ").join(map(_plugin, self.info.plugins)))
+            grid.add_row(_label("plugins"), Text(", ").join(map(_plugin, self.info.plugins)))
         for name, reason in self.info.skipped:
             grid.add_row(
-                *_label("skipped"), Text.assemble((name, "yellow"), f": {one_line(reason)}")
+                _label("skipped"), Text.assemble((name, "yellow"), f": {one_line(reason)}")
             )
         return grid
+
+
+def _machine(record: Logged) -> Iterator[Cell]:
+    yield "speed", f"{record.tokens_per_s:,.0f} tok/s"
+    if record.peak_share is not None:
+        yield "matmul peak", f"{record.peak_share:.0%} of measured"
+    yield "step", milliseconds(record.step_ms)
+    yield "data wait", milliseconds(record.data_wait_ms)
+    if record.memory_bytes is not None:
+        yield "memory", size(record.memory_bytes)
 
 
 def _grid(n_columns: int = 1) -> Table:
@@ -203,8 +212,12 @@ def _grid(n_columns: int = 1) -> Table:
     return grid
 
 
-def _label(name: str) -> tuple[Text]:
-    return (Text(name, style="dim"),)
+def _label(name: str) -> Text:
+    return Text(name, style="dim")
+
+
+def _cell(cell: Cell) -> tuple[Text, Text]:
+    return _label(cell[0]), Text(cell[1])
 
 
 def _loss(value: float) -> tuple[str, str]:

@@ -14,6 +14,9 @@ Point = tuple[int, float]
 TRAIN_STYLE = "cyan"
 VAL_STYLE = "yellow"
 
+LEGEND_WIDTH = 44
+"""Columns from which both legends stand on one line."""
+
 
 class Series:
     """Losses as they come. When there are too many, neighbours become their mean.
@@ -100,11 +103,14 @@ def loss_curve(
     text.append(f"{'':>{margin}} {corner}{floor * (columns + 1)}\n", "dim")
     first, last = f"step {min(steps):,}", f"{max(steps):,}"
     text.append(f"{'':>{margin}}   {first}{last:>{columns - len(first)}}\n", "dim")
-    text.append(f"{'':>{margin}}   ")
+    indent = f"{'':>{margin}}   "
     if train:
-        text.append(f"{'*' if ascii_only else '⣀⡠⠔'} training {train[-1][1]:.4f}", TRAIN_STYLE)
+        text.append(
+            f"{indent}{'*' if ascii_only else '⣀⡠⠔'} training {train[-1][1]:.4f}", TRAIN_STYLE
+        )
     if val:
-        text.append(f"{'   ' if train else ''}{mark} validation {val[-1][1]:.4f}", VAL_STYLE)
+        beside = "   " if train and columns >= LEGEND_WIDTH else f"\n{indent}" if train else indent
+        text.append(f"{beside}{mark} validation {val[-1][1]:.4f}", VAL_STYLE)
     return text
 
 

@@ -180,7 +180,7 @@ def _show_sample(console: Console, step: int, text: str) -> None:
     console.show(
         Panel(
             Text(printable(text).rstrip("\n")),
-            title=Text(f" {title} "),
+            title=Text(title),
             title_align="left",
             box=box.ASCII if console.ascii_only else box.ROUNDED,
             border_style="dim",

@@ -80,8 +80,8 @@ def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) 
 
 
 def _shares(values: Sequence[float], width: int) -> list[float]:
-    if len(values) <= width:
-        return list(values)
+    if len(values) <= width or width == 0:
+        return list(values[:width])
     edges = [len(values) * share // width for share in range(width + 1)]
     return [sum(values[begin:end]) / (end - begin) for begin, end in itertools.pairwise(edges)]
 
