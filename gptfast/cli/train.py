@@ -40,7 +40,7 @@ def command(
     as_json: bool,
 ) -> None:
     """Train a model as a profile says."""
-    from gptfast.trainer import train
+    from gptfast.session import train
 
     with app.console.training(plain=plain or as_json) as listener:
         finished = train(
