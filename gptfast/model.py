@@ -53,6 +53,12 @@ class KVCache:
         self.v = torch.zeros(shape, device=device, dtype=dtype)
         self.length = 0
 
+    @classmethod
+    def of(cls, model: GPT, batch_size: int = 1) -> KVCache:
+        """An empty cache on the device and in the dtype of `model`."""
+        weight = model.wte.weight
+        return cls(model.config, batch_size, device=weight.device, dtype=weight.dtype)
+
     def extend(self, layer: int, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
         """Append to one layer; returns all keys and values so far, (B, G, S, D) each."""
         end = self.length + k_BGTD.size(2)
@@ -336,6 +342,19 @@ class GPT(nn.Module):
             targets_BT,
             vocab_size=config.vocab_size,
             softcap=config.logit_softcap,
+        )
+
+    def next_logits(self, tokens_BT: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Logits of the token that follows the last one, (B, vocab_size), as `forward` has them.
+
+        Generation needs no others, and the head is a large part of a small model's work.
+        """
+        assert self.config.vocab_size is not None
+        return head_logits(
+            self.hidden(tokens_BT, cache)[:, -1],
+            self.head_VC,
+            vocab_size=self.config.vocab_size,
+            softcap=self.config.logit_softcap,
         )
 
 
