@@ -1,0 +1,224 @@
+"""What a data file says about itself, checked once so that reading can trust it.
+
+Layout: 1-D datasets `train` and `val`, contiguous, so that they can be memory-mapped where they
+lie in the file; uint16 where the vocabulary fits into 65,536 ids, else uint32; as attributes, the
+SHA-256 of the ids, the bytes of their text and the largest id. Beside them `train_documents` and
+`val_documents` (int64 starts), `tokenizer` (its whole definition as JSON, so that the file needs
+nothing else), `sources` (JSON) and attributes of the file: format, tokenizer's name, source.
+
+A foreign file with a 1-D dataset of integers named `tokens`, or `train` and `val`, is read too.
+"""
+
+from __future__ import annotations
+
+import errno
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gptfast.errors import GptfastError, Refused
+
+if TYPE_CHECKING:
+    import h5py
+
+FORMAT = "gptfast_format"
+"""The attribute that tells our files, with the version of their layout."""
+FORMAT_VERSION = 1
+SPLITS = ("train", "val")
+_PIECE = 1 << 22
+"""Tokens looked at or copied at a time."""
+_CHUNK_CACHE = 32 << 20
+"""Bytes that HDF5 may keep unpacked of a foreign file in compressed chunks."""
+
+
+class Tokens(Protocol):
+    """A split's ids on disk: a memory map where they are contiguous, else an HDF5 dataset."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice) -> NDArray[Any]: ...
+
+
+@dataclass(frozen=True)
+class Split:
+    """What a file says about one split."""
+
+    dataset: str
+    n_tokens: int
+    dtype: np.dtype[Any]
+    offset: int | None
+    """Byte in the file at which the ids lie in one piece; None: in chunks, or compressed."""
+    n_bytes: int | None
+    """UTF-8 bytes of its text; None: a foreign file, which does not say."""
+    max_id: int | None
+    """Largest id; None: a foreign file, which does not say."""
+    sha256: str | None
+    """Of the ids as stored; None: a foreign file, which does not say."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    splits: dict[str, Split]
+    vocab_size: int | None
+    tokenizer_name: str | None
+    source: str | None
+    identity: tuple[int, ...]
+
+
+def read_layout(path: Path) -> Layout:
+    with open_hdf5(path) as file:
+        if FORMAT in file.attrs:
+            return _own_layout(file, path)
+        return _foreign_layout(file, path)
+
+
+def _own_layout(file: h5py.File, path: Path) -> Layout:
+    attributes = file.attrs
+    version = int(attributes[FORMAT])
+    if version > FORMAT_VERSION:
+        raise Refused(
+            f"{path}: format {version} is newer than {FORMAT_VERSION}, the newest that this "
+            f"gptfast knows: update gptfast, or {_again(path)}"
+        )
+    splits = {}
+    for name in SPLITS:
+        dataset = file[name]
+        if len(dataset):
+            splits[name] = Split(
+                dataset=name,
+                n_tokens=len(dataset),
+                dtype=dataset.dtype,
+                offset=dataset.id.get_offset(),
+                n_bytes=int(dataset.attrs["bytes"]),
+                max_id=int(dataset.attrs["max_id"]),
+                sha256=str(dataset.attrs["sha256"]),
+            )
+    return Layout(
+        splits=splits,
+        vocab_size=int(attributes["vocab_size"]),
+        tokenizer_name=str(attributes["tokenizer"]),
+        source=str(attributes["source"]),
+        identity=identity(path),
+    )
+
+
+def _foreign_layout(file: h5py.File, path: Path) -> Layout:
+    names = {"train": "tokens"} if "tokens" in file else {s: s for s in SPLITS if s in file}
+    if "train" not in names:
+        holds = ", ".join(sorted(file)) or "nothing"
+        raise Refused(f"{path}: has no dataset train or tokens, it holds {holds}: {_again(path)}")
+    splits = {}
+    for split, name in names.items():
+        dataset = file[name]
+        _check_foreign(dataset, f"{path}: {name}", _again(path))
+        offset = dataset.id.get_offset()
+        splits[split] = Split(name, len(dataset), dataset.dtype, offset, None, None, None)
+    return Layout(splits, None, None, None, identity(path))
+
+
+def _check_foreign(dataset: Any, where: str, again: str) -> None:
+    """Refuse what is not a 1-D dataset of integers from 0 up; nothing is cast quietly."""
+    shape = getattr(dataset, "shape", None)
+    if shape is None or len(shape) != 1:
+        raise Refused(f"{where} has shape {shape}, which must be one-dimensional: {again}")
+    if dataset.dtype.kind not in "iu":
+        raise Refused(f"{where} is {dataset.dtype}, which must be integers: {again}")
+    if not len(dataset):
+        raise Refused(f"{where} is empty, 0 tokens: {again}")
+    if dataset.dtype.kind == "i":
+        at = 0
+        for ids in pieces(dataset, len(dataset)):
+            if int(ids.min()) < 0:
+                first = int(np.argmax(ids < 0))
+                raise Refused(
+                    f"{where} ({dataset.dtype}) has the negative id {ids[first]} at index "
+                    f"{at + first}: {again}"
+                )
+            at += len(ids)
+
+
+def open_hdf5(path: Path) -> h5py.File:
+    """Open for reading with HDF5's own lock, which many readers share.
+
+    Raises:
+        Refused: not there, or not a whole HDF5 file.
+        GptfastError: locked by a writer.
+    """
+    import h5py
+
+    try:
+        return h5py.File(path, "r", rdcc_nbytes=_CHUNK_CACHE)
+    except OSError as error:
+        raise _not_opened(path, error) from error
+
+
+def _not_opened(path: Path, error: OSError) -> GptfastError:
+    text = str(error)
+    if "unable to lock file" in text or error.errno == errno.EAGAIN:
+        return GptfastError(
+            f"{path}: another program holds its lock to write it (HDF5: unable to lock file): "
+            "wait until it is done; on a disk without locks set HDF5_USE_FILE_LOCKING=FALSE"
+        )
+    if isinstance(error, FileNotFoundError):
+        return Refused(f"{path}: no such file: make it with {prepare_command(path)}")
+    if path.is_dir():
+        return Refused(f"{path}: is a folder, not an HDF5 file of tokens: name the file in it")
+    if isinstance(error, PermissionError):
+        return Refused(f"{path}: cannot be read ({error.strerror}): change its rights")
+    if path.stat().st_size == 0:
+        cause = "is empty, 0 bytes"
+    elif "truncated file" in text:
+        cause = "is cut short, the end of the HDF5 file is missing"
+    elif "signature not found" in text:
+        cause = "is not an HDF5 file"
+    else:
+        cause = f"cannot be read as HDF5 ({text})"
+    return Refused(f"{path}: {cause}: {_again(path)}")
+
+
+def _again(path: Path) -> str:
+    first = "run gptfast prepare again" if _is_hdf5_name(path) else "prepare it first"
+    return f"{first}: {prepare_command(path)}"
+
+
+def _is_hdf5_name(path: Path) -> bool:
+    return path.suffix.lower() in (".h5", ".hdf5")
+
+
+def prepare_command(path: Path) -> str:
+    """The command that makes the data file `path`, as far as its name NAME-TOKENIZER.h5 tells."""
+    if not _is_hdf5_name(path):
+        return f"gptfast prepare {shlex.quote(str(path))}"
+    from gptfast.data.sources import NAMES
+    from gptfast.data.tokenizer import TOKENIZERS
+
+    name, _, tokenizer = path.stem.rpartition("-")
+    if tokenizer not in TOKENIZERS:
+        return f"gptfast prepare SOURCE --out {shlex.quote(str(path))}"
+    words = ["gptfast prepare", name if name in NAMES else "SOURCE"]
+    if tokenizer != TOKENIZERS[0]:
+        words += ["--tokenizer", tokenizer]
+    if path != Path.cwd() / "data" / path.name or name not in NAMES:
+        words += ["--out", shlex.quote(str(path))]
+    if path.exists():
+        words.append("--force")
+    return " ".join(words)
+
+
+def identity(path: Path) -> tuple[int, ...]:
+    """What tells this very file from one put into its place."""
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def pieces(tokens: Tokens, n_tokens: int) -> Iterator[NDArray[Any]]:
+    for at in range(0, n_tokens, _PIECE):
+        yield tokens[at : min(at + _PIECE, n_tokens)]
