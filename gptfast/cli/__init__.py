@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
 import os
 import signal
 import sys
@@ -109,10 +108,6 @@ def main(args: Sequence[str] | None = None) -> int:
     0 done, 1 failed, 2 refused before work, 130 / 143 stopped by SIGINT / SIGTERM, 141 the reader
     of the output left. Every failure is one line on stderr.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # What a stream cannot encode is spelt out rather than the end of an hour's work.
-            stream.reconfigure(errors="backslashreplace")
     app = App.from_environment(os.environ)
     try:
         with _sigterm_unwinds():

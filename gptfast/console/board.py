@@ -22,7 +22,6 @@ from gptfast.console.text import (
     count,
     milliseconds,
     one_line,
-    printable,
     size,
     sparkline,
 )
@@ -42,6 +41,7 @@ class Board:
     """The state of a run as its records tell it. `render` draws it, `remaining` foretells it."""
 
     info: RunInfo
+    ascii_only: bool = False
     now: Clock = time.monotonic
     train: Series = field(default_factory=Series)
     val: Series = field(default_factory=Series)
@@ -82,29 +82,29 @@ class Board:
 
     # picture -----------------------------------------------------------------------------
 
-    def render(self, *, width: int, ascii_only: bool = False) -> RenderableType:
+    def render(self, width: int) -> RenderableType:
         """The whole view, at most `width` columns wide."""
         width = min(width, MAX_WIDTH)
         inner = width - 4
         rows: list[RenderableType] = [
             self._scale(),
-            self._progress(inner, ascii_only),
+            self._progress(inner),
             Text(),
-            self._losses(inner, ascii_only),
+            self._losses(inner),
             Text(),
             self._numbers(two_columns=inner >= TWO_COLUMNS_FROM),
         ]
         if self.info.plugins or self.info.skipped:
             rows += [Text(), self._plugins()]
         info = self.info
-        title = one_line(f"gptfast: {info.name}" if info.name else "gptfast")
+        title = self._spelt(f"gptfast: {info.name}" if info.name else "gptfast")
         return Panel(
             Group(*rows),
             title=Text(title, style="bold"),
             title_align="left",
-            subtitle=Text(f"profile {one_line(info.profile)} on {one_line(info.device)}"),
+            subtitle=Text(self._spelt(f"profile {info.profile} on {info.device}")),
             subtitle_align="right",
-            box=box.ASCII if ascii_only else box.ROUNDED,
+            box=box.ASCII if self.ascii_only else box.ROUNDED,
             border_style="dim",
             width=width,
         )
@@ -118,19 +118,19 @@ class Board:
             style="dim",
         )
 
-    def _progress(self, width: int, ascii_only: bool) -> Text:
+    def _progress(self, width: int) -> Text:
         info = self.info
         step = self.last.step if self.last else info.start_step
         head = f"step {step:,}/{info.steps:,}"
         elapsed = f"{clock(self.elapsed)}  " if width >= TWO_COLUMNS_FROM else ""
         tail = f"{step / info.steps:4.0%}  {elapsed}eta {clock(self.remaining)}"
         room = max(width - len(head) - len(tail) - 4, 0)
-        done, rest = bar(step / info.steps, room, ascii_only=ascii_only)
+        done, rest = bar(step / info.steps, room, ascii_only=self.ascii_only)
         text = Text.assemble((head, "bold"), "  ", (done, "green"), (rest, "dim"), "  ", tail)
         text.no_wrap, text.overflow = True, "crop"
         return text
 
-    def _losses(self, width: int, ascii_only: bool) -> Table:
+    def _losses(self, width: int) -> Table:
         grid = _grid()
         spark = max(min(width - 25, 60), 0)
         if self.last is None:
@@ -141,7 +141,7 @@ class Board:
             Text.assemble(
                 _loss(self.last.loss),
                 "  ",
-                (sparkline(self.train.losses, spark, ascii_only=ascii_only), TRAIN_STYLE),
+                (sparkline(self.train.losses, spark, ascii_only=self.ascii_only), TRAIN_STYLE),
             ),
         )
         if self.last_eval is not None:
@@ -152,7 +152,7 @@ class Board:
                 Text.assemble(
                     _loss(self.last_eval.loss),
                     "  ",
-                    (sparkline(self.val.losses, room, ascii_only=ascii_only), VAL_STYLE),
+                    (sparkline(self.val.losses, room, ascii_only=self.ascii_only), VAL_STYLE),
                     "  " if room else "",
                     (best, "dim"),
                 ),
@@ -186,12 +186,21 @@ class Board:
     def _plugins(self) -> Table:
         grid = _grid()
         if self.info.plugins:
-            grid.add_row(_label("plugins"), Text(", ").join(map(_plugin, self.info.plugins)))
+            grid.add_row(_label("plugins"), Text(", ").join(map(self._plugin, self.info.plugins)))
         for name, reason in self.info.skipped:
             grid.add_row(
-                _label("skipped"), Text.assemble((name, "yellow"), f": {one_line(reason)}")
+                _label("skipped"), Text.assemble((name, "yellow"), f": {self._spelt(reason)}")
             )
         return grid
+
+    def _plugin(self, plugin: PluginLine) -> Text:
+        detail = f", {self._spelt(plugin.detail)}" if plugin.detail else ""
+        return Text.assemble(
+            plugin.name, " (", (plugin.claim, CLAIM_STYLES.get(plugin.claim, "")), f"{detail})"
+        )
+
+    def _spelt(self, text: str) -> str:
+        return one_line(text, ascii_only=self.ascii_only)
 
 
 def _machine(record: Logged) -> Iterator[Cell]:
@@ -222,10 +231,3 @@ def _cell(cell: Cell) -> tuple[Text, Text]:
 
 def _loss(value: float) -> tuple[str, str]:
     return f"{value:.4f}", "bold" if math.isfinite(value) else "bold red"
-
-
-def _plugin(plugin: PluginLine) -> Text:
-    detail = f", {printable(plugin.detail)}" if plugin.detail else ""
-    return Text.assemble(
-        plugin.name, " (", (plugin.claim, CLAIM_STYLES.get(plugin.claim, "")), f"{detail})"
-    )

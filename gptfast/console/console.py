@@ -8,6 +8,7 @@ forced upon a file, the lines have colour and still nothing moves the cursor.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import re
@@ -65,6 +66,9 @@ class Console:
         self._live: RichConsole | None = None
 
     def _rich(self, stream: TextIO) -> RichConsole:
+        if isinstance(stream, io.TextIOWrapper):
+            # What the stream cannot encode is spelt out rather than the end of an hour's work.
+            stream.reconfigure(errors="backslashreplace")
         look = self._look
         terminal = stream.isatty() and not look.dumb
         colour = (terminal or look.force_color) and not look.no_color

@@ -92,12 +92,15 @@ def loss_curve(
     text = Text(no_wrap=True, overflow="crop")
     for row in range(height):
         text.append(f"{label_of.get(row, ''):>{margin}} {wall} ", "dim")
+        cells = [
+            (mark, VAL_STYLE)
+            if (column, row) in marks
+            else (line.get((column, row), " "), TRAIN_STYLE)
+            for column in range(columns)
+        ]
         drawn = Text()
-        for column in range(columns):
-            if (column, row) in marks:
-                drawn.append(mark, VAL_STYLE)
-            else:
-                drawn.append(line.get((column, row), " "), TRAIN_STYLE)
+        for style, run in itertools.groupby(cells, key=lambda cell: cell[1]):
+            drawn.append("".join(character for character, _ in run), style)
         drawn.rstrip()
         text.append_text(drawn).append("\n")
     text.append(f"{'':>{margin}} {corner}{floor * (columns + 1)}\n", "dim")

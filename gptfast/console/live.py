@@ -52,7 +52,7 @@ class LiveView:
         self._region.close()
 
     def started(self, info: RunInfo) -> None:
-        self._board = Board(info, now=self._now)
+        self._board = Board(info, ascii_only=self._console.ascii_only, now=self._now)
         self._live: Live = self._region.enter_context(self._console.region())
         self._draw()
 
@@ -86,10 +86,8 @@ class LiveView:
         _show_summary(self._console, record)
 
     def _draw(self) -> None:
-        console = self._console
         with self._pace.drawing():
-            picture = self._board.render(width=console.width, ascii_only=console.ascii_only)
-            self._live.update(picture, refresh=True)
+            self._live.update(self._board.render(self._console.width), refresh=True)
 
 
 class PlainView:
@@ -179,7 +177,7 @@ def _show_sample(console: Console, step: int, text: str) -> None:
         return
     console.show(
         Panel(
-            Text(printable(text).rstrip("\n")),
+            Text(printable(text, ascii_only=console.ascii_only).rstrip("\n")),
             title=Text(title),
             title_align="left",
             box=box.ASCII if console.ascii_only else box.ROUNDED,

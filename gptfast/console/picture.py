@@ -42,6 +42,6 @@ def live_view_svg(
         color_system="truecolor",
         _environ={},
     )
-    console.print(board.render(width=width))
+    console.print(board.render(width))
     svg = console.export_svg(title="gptfast train", unique_id="gptfast")
     return _WEB_FONTS.sub("", svg)

@@ -14,18 +14,20 @@ _CONTROLS = {
 }
 
 
-def printable(text: str) -> str:
+def printable(text: str, *, ascii_only: bool = False) -> str:
     """`text` with control characters spelt out, so that it cannot move a terminal's cursor.
 
-    Example: `printable("a\\x1b[2J")` is `a\\\\x1b[2J`, with the escape as four characters. Newlines
-    and tabs stay; `\\r\\n` becomes a newline.
+    Example: `printable("a\x1b[2J")` is `a\\x1b[2J`, with the escape as four characters. Newlines
+    and tabs stay; `\r\n` becomes a newline. With `ascii_only` every other character is spelt out
+    too, before a line is laid out, as a stream that cannot take it would do after.
     """
-    return text.replace("\r\n", "\n").translate(_CONTROLS)
+    text = text.replace("\r\n", "\n").translate(_CONTROLS)
+    return text.encode("ascii", "backslashreplace").decode() if ascii_only else text
 
 
-def one_line(text: str) -> str:
+def one_line(text: str, *, ascii_only: bool = False) -> str:
     """`text` on one line: control characters spelt out, line breaks and runs of blanks as one."""
-    return " ".join(printable(text).split())
+    return " ".join(printable(text, ascii_only=ascii_only).split())
 
 
 def clock(seconds: float) -> str:
