@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gptfast.errors import Refused
 from gptfast.model import IGNORE
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ class Score:
     loss: float
     tokens: int
     n_bytes: int | None
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss)
 
     @property
     def perplexity(self) -> float:
@@ -117,7 +122,15 @@ def evaluate(
 
     Returns:
         The score, or None where `should_stop` said so.
+
+    Raises:
+        Refused: there is no such split, or no target in it.
     """
+    if store.n_tokens(split) < 2:
+        raise Refused(
+            f"{store.path}: split {split} has {store.n_tokens(split)} token, and 2 are the least "
+            "with a target to score: prepare a longer text or a larger --val-fraction"
+        )
     total = torch.zeros((), dtype=torch.float64)
     parts: list[Tensor] = []
     n_tokens = 0

@@ -163,6 +163,11 @@ def _generate(
         yield ids[-1]
 
 
+def seeded(seed: int, device: torch.device) -> torch.Generator:
+    """A generator on `device` that has drawn nothing yet."""
+    return torch.Generator(device).manual_seed(seed)
+
+
 def text_pieces(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
     """The text of `tokens` as it comes, in whole characters.
 

@@ -57,6 +57,7 @@ class Hooks:
         self._step = overriding["step"]
         self._eval_scope = overriding["eval_scope"]
         self._evaluated = overriding["evaluated"]
+        self._load_state = overriding["load_state"]
 
     def __enter__(self) -> Hooks:
         return self
@@ -159,6 +160,11 @@ class Hooks:
                     "state": enabled.plugin.state(),
                 }
         return states
+
+    @property
+    def have_state(self) -> bool:
+        """Whether any plugin takes a state back."""
+        return bool(self._load_state)
 
     def load_state(self, states: dict[str, Any]) -> list[str]:
         """Give each plugin its state back; returns the plugins that have none in `states`."""
