@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from gptfast.errors import GptfastError, Refused
 from gptfast.optim import decay_groups
 from gptfast.profile import Profile
 
@@ -36,11 +37,13 @@ __all__ = [
     "Claim",
     "Context",
     "Evaluated",
+    "GptfastError",
     "Machine",
     "Options",
     "Parts",
     "Plugin",
     "Profile",
+    "Refused",
     "Source",
     "Stage",
     "Stepped",
