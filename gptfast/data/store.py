@@ -47,6 +47,7 @@ class Store:
         self._raw: io.BufferedReader | None = None
         self._hdf5: h5py.File | None = None
         self._owner_pid: int | None = None
+        self._inherited: list[object] = []
 
     @classmethod
     def open(cls, path: str | Path) -> Store:
@@ -67,13 +68,12 @@ class Store:
 
     def close(self) -> None:
         """Close this process's handles; a later read opens them again."""
-        # A handle that came over a fork belongs to the parent: forget it, close nothing.
-        if self._owner_pid == os.getpid():
-            if self._raw is not None:
-                self._raw.close()
-            if self._hdf5 is not None:
-                self._hdf5.close()
-        self._raw = self._hdf5 = self._owner_pid = None
+        self._disown()
+        if self._raw is not None:
+            self._raw.close()
+        if self._hdf5 is not None:
+            self._hdf5.close()
+        self._raw = self._hdf5 = None
 
     def __reduce__(self) -> tuple[object, ...]:
         return Store, (self.path, self._layout)
@@ -160,8 +160,7 @@ class Store:
     def tokens(self, split: str) -> Tokens:
         """All ids of a split, none of them read yet."""
         found = self._split(split)
-        if self._owner_pid != os.getpid():
-            self._raw = self._hdf5 = None
+        self._disown()
         if found.offset is None:
             if self._hdf5 is None:
                 self._hdf5 = open_hdf5(self.path)
@@ -185,6 +184,8 @@ class Store:
             (B, length) int64 ids.
         """
         tokens = self.tokens(split)
+        if isinstance(tokens, np.memmap):
+            tokens = tokens.view(np.ndarray)  # slices of which cost half
         windows = np.empty((len(starts), length), dtype=np.int64)
         for row, start in enumerate(starts.tolist()):
             windows[row] = tokens[start : start + length]
@@ -219,8 +220,15 @@ class Store:
                 f"{prepare_command(self.path)} makes one"
             ) from None
 
+    def _disown(self) -> None:
+        """Put handles away that came over a fork: they are the parent's, and so is their lock."""
+        if self._owner_pid != os.getpid():
+            # Kept, because to drop them would close them and give up the lock.
+            self._inherited += [self._raw, self._hdf5]
+            self._raw = self._hdf5 = None
+            self._owner_pid = os.getpid()
+
     def _opened(self) -> None:
-        self._owner_pid = os.getpid()
         if identity(self.path) != self._layout.identity:
             raise GptfastError(
                 f"{self.path}: has been replaced since this run opened it: start the run again"

@@ -1,0 +1,71 @@
+"""Texts, data files and stand-in tokenizers for the tests of `gptfast.data`."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from gptfast.data.prepare import Prepared, prepare
+from gptfast.data.store import Store
+
+INPUTS = Path(__file__).parent / "inputs"
+TEXT = INPUTS / "text"
+HDF5 = INPUTS / "hdf5"
+
+
+def tiny_shakespeare(folder: Path) -> Path:
+    """The original, unpacked into `folder`."""
+    path = folder / "tinyshakespeare.txt"
+    path.write_bytes(gzip.decompress((INPUTS / "tinyshakespeare.txt.gz").read_bytes()))
+    return path
+
+
+def prepared(folder: Path, *sources: Path | str, **options: Any) -> tuple[Prepared, Store]:
+    """A data file in `folder`, through the real functions."""
+    result = prepare(sources, out=folder / "corpus.h5", **options)
+    return result, Store.open(result.path)
+
+
+def stored_ids(store: Store) -> list[int]:
+    """All ids of the file, train before val."""
+    return [i for split in store.splits for i in store.tokens(split)[:].tolist()]
+
+
+def write_foreign(path: Path, ids: Sequence[int] | NDArray[Any], **options: Any) -> Path:
+    with h5py.File(path, "w") as file:
+        file.create_dataset("tokens", data=np.asarray(ids), **options)
+    return path
+
+
+class WordTokenizer:
+    """Ids spelt out in the text: `70000 5` is [70000, 5]. It fails as it is told to."""
+
+    name = "words"
+    eot_id: int | None = None
+
+    def __init__(self, vocab_size: int, *, failure: BaseException | None = None) -> None:
+        self.vocab_size = vocab_size
+        self._failure = failure
+
+    def encode(self, text: str) -> NDArray[np.uint32]:
+        if "fail" in text and self._failure is not None:
+            raise self._failure
+        return np.array([int(word) for word in text.split()], dtype=np.uint32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        return self.decode(ids).encode()
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        return np.ones(self.vocab_size, dtype=np.int64)
+
+    def definition(self) -> dict[str, Any]:
+        return {"kind": "words", "name": self.name}
