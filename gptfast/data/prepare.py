@@ -136,6 +136,8 @@ def prepare(
     _check_target(out, force=force)
     if not 0 <= val_fraction < 1:
         raise Refused(f"--val-fraction {val_fraction} is not in [0, 1): use 0.1, or 0 for no split")
+    if isinstance(tokenizer, str) and tokenizer != "chars":
+        tokenizer = load_tokenizer(tokenizer)
     corpus = find(sources, cache_dir=cache_dir, note=note)
     if out.resolve() in {document.path.resolve() for document in corpus.documents}:
         raise Refused(f"{out}: is one of the texts: choose another --out")

@@ -1,0 +1,114 @@
+"""`gptfast prepare`: from text to a file of tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from gptfast.cli.app import App
+from gptfast.cli.options import json_option
+
+if TYPE_CHECKING:
+    from gptfast.console import Console
+    from gptfast.data.prepare import Prepared
+
+
+@click.command()
+@click.argument("sources", metavar="SOURCE...", nargs=-1, required=True)
+@click.option(
+    "--out",
+    metavar="FILE.h5",
+    type=click.Path(path_type=Path),
+    help="The file to make.  [default: data/NAME-TOKENIZER.h5]",
+)
+@click.option(
+    "--tokenizer",
+    metavar="NAME",
+    default="gpt2",
+    show_default=True,
+    help="gpt2, cl100k_base, o200k_base, bytes or chars.",
+)
+@click.option(
+    "--val-fraction",
+    type=float,
+    default=0.1,
+    show_default=True,
+    help="Share of the text kept for validation, from its end; 0: none.",
+)
+@click.option(
+    "--errors",
+    type=click.Choice(["strict", "replace"]),
+    default="strict",
+    show_default=True,
+    help="Bytes that are not UTF-8: refuse the file, or put U+FFFD for each.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Threads that encode.  [default: one for each core]",
+)
+@click.option("--force", is_flag=True, help="Replace the file if it exists.")
+@json_option
+@click.pass_obj
+def command(
+    app: App,
+    *,
+    sources: tuple[str, ...],
+    out: Path | None,
+    tokenizer: str,
+    val_fraction: float,
+    errors: Literal["strict", "replace"],
+    workers: int | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Turn text into a file of tokens.
+
+    SOURCE is shakespeare, a text file, a folder with .txt or .md files, or a glob. Several files
+    become documents with a separator after each; one file is one stream of text.
+    """
+    from gptfast.data.prepare import prepare
+
+    with app.console.prepare_progress(None) as progress:
+        prepared = prepare(
+            sources,
+            out=out,
+            tokenizer=tokenizer,
+            val_fraction=val_fraction,
+            errors=errors,
+            workers=workers,
+            force=force,
+            cache_dir=app.cache_dir,
+            progress=progress,
+            note=app.console.warn,
+        )
+    if as_json:
+        app.console.json(prepared)
+    else:
+        _show(prepared, app.console, app.folder)
+
+
+def _show(prepared: Prepared, console: Console, folder: Path) -> None:
+    path = prepared.path
+    shown = path.relative_to(folder) if path.is_relative_to(folder) else path
+    console.line(
+        f"{shown}: {prepared.train.n_tokens + prepared.val.n_tokens:,} tokens of "
+        f"{prepared.tokenizer} ({prepared.vocab_size:,} ids), {prepared.n_documents:,} "
+        f"document{'s' * (prepared.n_documents != 1)}, {prepared.seconds:.1f} s"
+    )
+    console.line(f"from {prepared.source}")
+    console.table(
+        "",
+        ["split", "documents", "tokens", "bytes of text"],
+        [
+            (name, f"{count.n_documents:,}", f"{count.n_tokens:,}", f"{count.n_bytes:,}")
+            for name, count in (("train", prepared.train), ("val", prepared.val))
+        ],
+    )
+    if prepared.n_replaced:
+        console.warn(f"replaced {prepared.n_replaced:,} bytes that were not UTF-8 by U+FFFD")
+    if prepared.n_empty:
+        console.note(f"empty files left out: {prepared.n_empty:,}")
