@@ -152,6 +152,21 @@ def order(built: Sequence[Enabled]) -> tuple[Enabled, ...]:
     return tuple(placed.values())
 
 
+def reasons(ordered: Sequence[Enabled]) -> list[str]:
+    """Why each plugin stands where `order` put it, in words."""
+    lines = []
+    for enabled in ordered:
+        same_stage = [e.name for e in ordered if e.plugin.stage == enabled.plugin.stage]
+        why = f"stage {enabled.plugin.stage.name.lower()}"
+        first = [name for name in enabled.plugin.requires if name in same_stage]
+        if first:
+            why += f", behind {', '.join(first)}, which it requires"
+        elif len(same_stage) > 1:
+            why += ", there in the profile's order"
+        lines.append(why)
+    return lines
+
+
 def select(
     planned: Sequence[Enabled],
     machine: Machine,

@@ -1,0 +1,445 @@
+"""The contract check: what every plugin must keep, found out by training a tiny model.
+
+Our tests, `gptfast plugins check` and the tests of a stranger's package call the same functions:
+
+    from gptfast.contract import assert_keeps_contract
+
+    def test_contract() -> None:
+        assert_keeps_contract("my-plugin", {"some_option": 2})
+
+Each promise is a line of its own, kept or broken. It runs on the CPU, where equal bits can be asked
+for, unless it is given another machine.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+
+from gptfast import registry
+from gptfast.checkpoint import strip_wrappers
+from gptfast.errors import GptfastError, Refused
+from gptfast.model import GPT
+from gptfast.plugin import Claim, Context, Machine, Parts, Plugin, Profile, Stage
+from gptfast.process import differences, generators, process_state, running_helpers
+from gptfast.registry import Enabled, Found
+from gptfast.runs import Run
+from gptfast.tiny import (
+    STEPS,
+    STOP,
+    Broken,
+    Outcome,
+    Rig,
+    build_rig,
+    copied,
+    require_equal_tensors,
+)
+
+
+class Verdict(Enum):
+    KEPT = "kept"
+    BROKEN = "broken"
+    NOT_CHECKED = "not checked"
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One promise and whether it was kept."""
+
+    name: str
+    verdict: Verdict
+    detail: str = ""
+    """What was measured, or what broke it, or why it could not be checked here."""
+
+
+def check_plugin(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    machine: Machine | None = None,
+    found: Mapping[str, Found] | None = None,
+) -> list[Promise]:
+    """Check everything that one plugin promises; what it requires is on beside it.
+
+    Args:
+        machine: where to train; None: on the CPU.
+        found: the plugins to choose from; None: the installed ones.
+
+    Raises:
+        Refused: there is no such plugin, it is broken, or an option is wrong.
+    """
+    found = registry.discover() if found is None else found
+    required = _required(name, found)
+    with build_rig({**required, name: options or {}}, machine=machine, found=found) as rig:
+        return _Single(rig, name, rig.profile(required)).promises()
+
+
+def check_pair(
+    first: tuple[str, Mapping[str, Any]],
+    second: tuple[str, Mapping[str, Any]],
+    *,
+    machine: Machine | None = None,
+    found: Mapping[str, Found] | None = None,
+) -> list[Promise]:
+    """Check that two plugins, each (name, options), train, resume and commute, or declare a
+    conflict.
+
+    Raises:
+        Refused: there is no such plugin, it is broken, or an option is wrong.
+    """
+    found = registry.discover() if found is None else found
+    pair = {name: dict(options) for name, options in (first, second)}
+    required = {k: v for name in pair for k, v in _required(name, found).items() if k not in pair}
+    with build_rig({**required, **pair}, machine=machine, found=found) as rig:
+        return _Pair(rig).promises()
+
+
+def broken(promises: Sequence[Promise]) -> list[Promise]:
+    return [promise for promise in promises if promise.verdict is Verdict.BROKEN]
+
+
+def assert_keeps_contract(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    machine: Machine | None = None,
+    found: Mapping[str, Found] | None = None,
+) -> None:
+    """For a test: AssertionError with one line for each broken promise."""
+    faults = broken(check_plugin(name, options, machine=machine, found=found))
+    assert not faults, "\n".join(f"{name}: {fault.name}: {fault.detail}" for fault in faults)
+
+
+def _required(name: str, found: Mapping[str, Found]) -> dict[str, dict[str, Any]]:
+    """What a plugin requires, directly or not, with default options."""
+    if name not in found:
+        return {}  # `plan` refuses it with the nearest name
+    required: dict[str, dict[str, Any]] = {}
+    open_names = list(found[name].load().requires)
+    while open_names:
+        other = open_names.pop()
+        if other not in required and other != name and other in found:
+            required[other] = {}
+            open_names += found[other].load().requires
+    return required
+
+
+# the promises ----------------------------------------------------------------------------------
+
+
+class _NotChecked(Exception):
+    """A promise cannot be checked here; says why."""
+
+
+def _promise(name: str, check: Callable[[], str]) -> Promise:
+    try:
+        return Promise(name, Verdict.KEPT, check())
+    except _NotChecked as reason:
+        return Promise(name, Verdict.NOT_CHECKED, str(reason))
+    except (Broken, GptfastError) as fault:
+        return Promise(name, Verdict.BROKEN, str(fault))
+    # Whatever else foreign code raises is a promise broken, too.
+    except Exception as error:
+        return Promise(name, Verdict.BROKEN, f"{type(error).__name__}: {error}")
+
+
+class _Single:
+    """The promises of one plugin."""
+
+    def __init__(self, rig: Rig, name: str, baseline: Profile) -> None:
+        self.rig = rig
+        self.name = name
+        self.baseline = baseline
+        self.profile = rig.profile()
+        planned = {enabled.name: enabled for enabled in rig.plan(self.profile)}
+        self.plugin = planned[name].plugin
+
+    def promises(self) -> list[Promise]:
+        always = [_promise("options", self.options), _promise("configure", self.configure)]
+        unsupported = self.rig.unsupported(self.profile)
+        if unsupported:
+            reason = "; ".join(f"{name}: {why}" for name, why in unsupported.items())
+            return [*always, Promise("trains", Verdict.NOT_CHECKED, f"unsupported here: {reason}")]
+        return [
+            *always,
+            # First, so that what a plugin does once per process is done before the endings.
+            _promise("trains", self.trains),
+            _promise("claim", self.claim),
+            _promise("parameter names", self.parameter_names),
+            _promise("evaluation", self.evaluation),
+            _promise("resume", lambda: _resumes(self.rig)),
+            _promise("clean end", self.clean_end),
+            _promise("clean after a failed setup", self.clean_after_failed_setup),
+            _promise("clean after Ctrl-C", self.clean_after_interrupt),
+            _promise("teardown", self.teardown_once),
+            _promise("no device sync", self.no_device_sync),
+        ]
+
+    def options(self) -> str:
+        """An option that it does not have is refused, not ignored."""
+        unknown = "no_such_option"
+        try:
+            type(self.plugin).Options.model_validate({unknown: 1})
+        except ValidationError as error:
+            if any(fault["loc"] == (unknown,) for fault in error.errors()):
+                return ""
+            raise
+        raise Broken("an unknown option is accepted: derive Options from gptfast.plugin.Options")
+
+    def configure(self) -> str:
+        """It is pure: the same answer twice, and the profile it was given is as before."""
+        before = self.profile.model_dump()
+        answers = [self.plugin.configure(self.profile) for _ in range(2)]
+        if answers[0] != answers[1] or self.profile.model_dump() != before:
+            raise Broken("configure is not pure: it must return a new profile and keep no count")
+        return ""
+
+    def trains(self) -> str:
+        losses = self.rig.train(self.profile).losses
+        if len(losses) != STEPS or not np.isfinite(losses).all():
+            raise Broken(f"losses of {STEPS} steps: {losses}")
+        return f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {STEPS} steps"
+
+    def claim(self) -> str:
+        with_it = self.rig.train(self.profile)
+        claim, tolerance = self.plugin.claim, self.plugin.tolerance
+        if claim is Claim.RECIPE:
+            first, last = with_it.losses[0], with_it.losses[-1]
+            if not last < first:
+                raise Broken(f"recipe: the loss does not fall: {first:.4f} -> {last:.4f}")
+            return f"recipe: loss {first:.3f} -> {last:.3f}"
+        without = self.rig.train(self.baseline)
+        difference = self.rig.difference(with_it.losses, without.losses)
+        if tolerance == 0:
+            self.rig.require_equal(with_it, without, what="with and without it")
+            return f"{claim.value}: equal to the baseline"
+        if not difference <= tolerance:
+            raise Broken(f"{claim.value}: losses differ by {difference:.1e}, over {tolerance:.1e}")
+        return f"{claim.value}: largest difference {difference:.1e}, allowed {tolerance:.1e}"
+
+    def parameter_names(self) -> str:
+        """`wrap_model` keeps the parameters themselves and their names."""
+        seen: list[Parts] = []
+        trainer, _ = self.rig.trainer(self.profile, extra=[_ours(_Looks(seen))])
+        with trainer:
+            parts = seen[0]
+            expected = [name for name, _ in GPT(parts.profile.model).named_parameters()]
+            raw = dict(parts.raw_model.named_parameters())
+            wrapped = {strip_wrappers(n): p for n, p in parts.model.named_parameters()}
+        for model, names in (("raw", list(raw)), ("wrapped", list(wrapped))):
+            if names != expected:
+                changed = sorted(set(names) ^ set(expected)) or names
+                raise Broken(f"the {model} model's parameter names change: {changed[:3]}")
+        if any(raw[name] is not wrapped[name] for name in expected):
+            raise Broken("wrap_model replaces parameters: the saved ones would not be trained")
+        return f"{len(expected)} parameters"
+
+    def evaluation(self) -> str:
+        """An evaluation leaves weights, mode and random state as found."""
+        trainer, recorder = self.rig.trainer(self.profile)
+        with trainer:
+            trainer.run(STOP)
+            before = copied(trainer.raw_model)
+            modes = [module.training for module in trainer.model.modules()]
+            random_before = generators(self.rig.machine)
+            trainer.evaluate()
+            require_equal_tensors(copied(trainer.raw_model), before, what="after an evaluation")
+            if [module.training for module in trainer.model.modules()] != modes:
+                raise Broken("an evaluation leaves modules in another mode")
+            if generators(self.rig.machine) != random_before:
+                raise Broken("an evaluation moves the random state")
+            return f"loss {recorder.evaluations[-1].loss:.3f}"
+
+    def clean_end(self) -> str:
+        with _left_as_found(self.rig.machine):
+            self.rig.train(self.profile)
+        return ""
+
+    def clean_after_failed_setup(self) -> str:
+        with _left_as_found(self.rig.machine):
+            _expect_failure(lambda: self.rig.train(self.profile, extra=[_ours(_FailsInSetup())]))
+        return ""
+
+    def clean_after_interrupt(self) -> str:
+        with _left_as_found(self.rig.machine):
+            try:
+                self.rig.train(self.profile, extra=[_ours(_Interrupts())])
+            except KeyboardInterrupt:
+                return ""
+        raise Broken("Ctrl-C is swallowed")
+
+    def teardown_once(self) -> str:
+        counted: list[str] = []
+        trainer, _ = self.rig.trainer(self.profile)
+        for enabled in trainer.hooks.enabled:
+            _count_teardown(enabled, counted)
+        with trainer:
+            trainer.run(1)
+        if counted.count(self.name) != 1:
+            raise Broken(f"teardown ran {counted.count(self.name)} times")
+        return ""
+
+    def no_device_sync(self) -> str:
+        """No hook waits for the device in a step."""
+        if self.rig.machine.kind != "cuda":
+            raise _NotChecked("needs a CUDA device")
+        profile = self.rig.profile(train__log_interval=STEPS, train__eval_interval=0)
+        trainer, _ = self.rig.trainer(profile)
+        with trainer:
+            trainer.one_step()
+            trainer.one_step()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                trainer.one_step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return ""
+
+
+class _Pair:
+    """The promises of two plugins together."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+
+    def promises(self) -> list[Promise]:
+        on = self.rig.plugins
+        declared = [(a, b) for a in on for b in self.rig.found[a].load().conflicts if b in on]
+        if declared:
+            return [_promise("conflict", lambda: self.refused(declared[0]))]
+        unsupported = self.rig.unsupported(self.rig.profile())
+        if unsupported:
+            reason = "; ".join(f"{name}: {why}" for name, why in unsupported.items())
+            return [Promise("trains", Verdict.NOT_CHECKED, f"unsupported here: {reason}")]
+        return [
+            _promise("trains and resumes", lambda: _resumes(self.rig)),
+            _promise("commutes", self.commutes),
+        ]
+
+    def refused(self, declared: tuple[str, str]) -> str:
+        """A declared conflict is refused before any work, naming both."""
+        try:
+            self.rig.plan(self.rig.profile())
+        except Refused as refusal:
+            if all(name in str(refusal) for name in declared):
+                return str(refusal)
+            raise
+        raise Broken(f"{' and '.join(declared)} conflict and are not refused")
+
+    def commutes(self) -> str:
+        """Either order in the profile gives the same run."""
+        turned = dict(reversed(list(self.rig.plugins.items())))
+        orders = [
+            [enabled.name for enabled in self.rig.plan(self.rig.profile(plugins))]
+            for plugins in (self.rig.plugins, turned)
+        ]
+        if orders[0] == orders[1]:
+            return "the order is fixed"
+        one, other = (self.rig.train(self.rig.profile(p)) for p in (self.rig.plugins, turned))
+        self.rig.require_equal(one, other, what="in the other order")
+        return "equal in both orders"
+
+
+def _resumes(rig: Rig) -> str:
+    """Stopped and resumed equals uninterrupted, with dropout, micro-batches and a new epoch."""
+    profile = rig.profile(model__dropout=0.1, train__micro_batch=2)
+    straight = rig.train(profile)
+    if len(straight.losses) != STEPS or not np.isfinite(straight.losses).all():
+        raise Broken(f"losses of {STEPS} steps: {straight.losses}")
+    with tempfile.TemporaryDirectory(dir=rig.folder) as folder:
+        run = Run.create(Path(folder), profile_toml=profile.to_toml())
+        stopped = rig.train(profile, run=run, until=STOP)
+        resumed = rig.train(profile, run=run, checkpoint=run.latest())
+    whole = Outcome(stopped.losses + resumed.losses, resumed.weights, resumed.val_loss)
+    rig.require_equal(whole, straight, what="resumed and uninterrupted")
+    return f"equal after stopping at step {STOP} of {STEPS}"
+
+
+# helpers of the promises -----------------------------------------------------------------------
+
+
+def _ours(plugin: Plugin) -> Enabled:
+    return Enabled(type(plugin).__name__, plugin, registry.OURS, "contract check")
+
+
+class _Looks(Plugin):
+    """Keeps the parts that it is shown."""
+
+    stage = Stage.REPORT
+
+    def __init__(self, seen: list[Parts]) -> None:
+        super().__init__(self.Options())
+        self.seen = seen
+
+    def ready(self, parts: Parts) -> None:
+        self.seen.append(parts)
+
+
+class _Planned(Exception):
+    """The failure that `_FailsInSetup` makes."""
+
+
+class _FailsInSetup(Plugin):
+    stage = Stage.REPORT
+
+    def __init__(self) -> None:
+        super().__init__(self.Options())
+
+    def setup(self, context: Context) -> None:
+        raise _Planned
+
+
+class _Interrupts(Plugin):
+    """Ctrl-C in the forward pass of the second step."""
+
+    stage = Stage.REPORT
+
+    def __init__(self) -> None:
+        super().__init__(self.Options())
+        self.calls = 0
+
+    def micro_scope(self, last: bool) -> AbstractContextManager[object]:
+        self.calls += 1
+        if self.calls == 2:
+            raise KeyboardInterrupt
+        return nullcontext()
+
+
+def _expect_failure(train: Callable[[], object]) -> None:
+    try:
+        train()
+    except GptfastError as error:
+        if isinstance(error.__cause__, _Planned):
+            return
+        raise
+    raise Broken("a failing setup is swallowed")
+
+
+def _count_teardown(enabled: Enabled, counted: list[str]) -> None:
+    teardown = enabled.plugin.teardown
+
+    def count() -> None:
+        counted.append(enabled.name)
+        teardown()
+
+    vars(enabled.plugin)["teardown"] = count
+
+
+@contextmanager
+def _left_as_found(machine: Machine) -> Iterator[None]:
+    """Broken where a process-wide switch, a thread or a child process is another afterwards."""
+    before, helpers = process_state(machine), running_helpers()
+    yield
+    changed = differences(before, process_state(machine))
+    changed += sorted(f"{name} still runs" for name in running_helpers() - helpers)
+    if changed:
+        raise Broken(f"left behind: {'; '.join(changed)}")
