@@ -32,7 +32,7 @@ class Loaded:
 
 CONFIG_NAME = "gptfast.toml"
 DEFAULT_PROFILE = "fast"
-_PROFILE_KEYS = ("extends", "unsupported_plugins", "model", "data", "train", "plugins")
+_PROFILE_KEYS = ("name", "extends", "unsupported_plugins", "model", "data", "train", "plugins")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,9 @@ def load(
     }
     found = layers[-1].label if layers else "defaults"
     profile = validate(
-        {**tree, "name": name or _default_name(files)}, origins=origins, source=found
+        {"name": _default_name(files), **tree, **({"name": name} if name else {})},
+        origins=origins,
+        source=found,
     )
     return Loaded(profile, origins)
 

@@ -244,7 +244,7 @@ class Profile(Table):
 
     def to_toml(self) -> str:
         """The complete profile as a TOML file that `load` reads back to an equal one."""
-        return tomli_w.dumps(self.model_dump(exclude_none=True, exclude={"name"}))
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
 
 
 def put(tree: dict[str, Any], dotted: str, value: Any) -> None:

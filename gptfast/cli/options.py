@@ -39,11 +39,14 @@ _PROFILE_OPTIONS = (
 )
 
 
-def profile_options(function: Function) -> Function:
+def profile_options(
+    function: Function, *, default_config: Callable[[dict[str, Any]], Path | None] | None = None
+) -> Function:
     """Options that choose a profile. Every command that takes a profile takes all of them.
 
     The function gets `loaded` (`gptfast.config.Loaded`, resolved and validated) and `asked`
-    (tuple of str, the plugins named by `--plugin`).
+    (tuple of str, the plugins named by `--plugin`). Where neither a profile nor a file is named,
+    `default_config` may find the file in the command's other options.
     """
 
     @functools.wraps(function)
@@ -58,6 +61,8 @@ def profile_options(function: Function) -> Function:
     ) -> Any:
         from gptfast.config import load
 
+        if profile is None and config is None and default_config is not None:
+            config = default_config(kwargs)
         loaded = load(
             profile,
             config=config,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,8 +15,19 @@ if TYPE_CHECKING:
     from gptfast.config import Loaded
 
 
+def _profile_of_run(options: dict[str, Any]) -> Path | None:
+    """A resumed run goes on with the profile that it was started with."""
+    from gptfast.runs import run_folder
+
+    if not (options["resume"] and options["run"]):
+        return None
+    app: App = click.get_current_context().obj
+    saved = run_folder(options["run"], parent=app.folder / "runs") / "profile.toml"
+    return saved if saved.exists() else None
+
+
 @click.command()
-@profile_options
+@functools.partial(profile_options, default_config=_profile_of_run)
 @click.option("--run", metavar="NAME", help="Keep the run in runs/NAME.")
 @click.option("--resume", is_flag=True, help="Continue the run from its latest checkpoint.")
 @click.option(
