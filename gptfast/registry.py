@@ -194,6 +194,8 @@ def select(
         else:
             try:
                 support = one.plugin.supports(machine)
+            except Refused:  # its options say that it may not be skipped
+                raise
             except Exception as error:  # a foreign probe may fail in any way: that is a no
                 reason = f"its probe failed ({type(error).__name__}: {error})"
             else:

@@ -1,0 +1,172 @@
+"""torch.compile: the model's forward and backward pass as a few fused kernels.
+
+What: the model is compiled where it stands, once for training and once for evaluation. Text is
+written by the plain model: a cache grows by a token each time, and every length would be compiled
+anew. With `optimizer`, the update is compiled too; its learning rate becomes a tensor, because a
+Python number that changes would be compiled anew at each step.
+Helps: everywhere a compiler works, most on GPUs and with small layers.
+Costs: half a minute to some minutes at the first step and again at the first evaluation. The
+modes "reduce-overhead" and "max-autotune" replay CUDA graphs and keep more memory.
+Claim: rounding, within 0.5 % of the baseline's loss: fused sums are made in another order. With
+dropout, other random numbers are drawn.
+
+A machine without a compiler, or whose cache folder cannot be written, is found out by compiling a
+line before anything is loaded.
+Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal
+
+from gptfast.plugin import (
+    Claim,
+    Context,
+    GptfastError,
+    Machine,
+    Options,
+    Parts,
+    Plugin,
+    Refused,
+    Stage,
+    Support,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def compile_loss(model: nn.Module, compiler: Compiler) -> None:
+    """Have `compiler` compile `model(tokens, targets)`; without targets the model stays plain.
+
+    Not by `model.compile()`, which would compile the calls with a growing cache as well.
+    """
+    plain = model.forward.__func__ if isinstance(model.forward, MethodType) else type(model).forward
+    compiled = compiler(plain)
+
+    def forward(
+        self: nn.Module, tokens_BT: Tensor, targets_BT: Tensor | None = None, **rest: Any
+    ) -> Any:
+        if targets_BT is None:
+            return plain(self, tokens_BT, **rest)
+        from torch._dynamo.exc import TorchDynamoException
+
+        try:
+            return compiled(self, tokens_BT, targets_BT)
+        except (TorchDynamoException, OSError) as error:
+            raise GptfastError(
+                f"plugin compile: torch.compile failed on the model: {explain(error)}: "
+                "use --without compile"
+            ) from error
+
+    # A bound method, so that a deep copy of the model gets one bound to the copy.
+    model.forward = MethodType(forward, model)
+
+
+def compile_step(optimizer: Optimizer, compiler: Compiler) -> None:
+    """Have `compiler` compile `optimizer.step`. Saved states keep plain numbers as rates."""
+    import torch
+
+    def as_numbers(_: Optimizer, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            group["lr"] = float(group["lr"])
+
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(float(group["lr"]))
+    optimizer.register_state_dict_post_hook(as_numbers)
+    optimizer.step = compiler(optimizer.step)  # type: ignore[method-assign]
+
+
+def explain(error: Exception) -> str:
+    """One line of what went wrong in the compiler, which buries it in several."""
+    cause = getattr(error, "inner_exception", error)
+    if isinstance(cause, OSError) and cause.filename:
+        return (
+            f"{cause.filename}: {cause.strerror}: set TORCHINDUCTOR_CACHE_DIR to a folder "
+            "that you can write"
+        )
+    return f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+
+
+class CompileOptions(Options):
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = (
+        "default"
+    )
+    """torch.compile's mode: how long it tries, and whether CUDA graphs are replayed."""
+    backend: str = "inductor"
+    """torch.compile's backend; "aot_eager" and "eager" generate no code."""
+    fullgraph: bool = True
+    """Stop where a part of the model cannot be compiled, instead of leaving it plain."""
+    dynamic: bool = False
+    """Compile once for sizes that change. Here they do not."""
+    optimizer: bool = False
+    """Compile the optimizer's update too."""
+    required: bool = False
+    """Refuse to run where nothing can be compiled, even in a profile that skips what it may."""
+
+
+class Compile(Plugin):
+    summary = "forward and backward as fused kernels by torch.compile"
+    stage = Stage.COMPILE
+    claim = Claim.ROUNDING
+    tolerance = 5e-3
+    Options = CompileOptions
+
+    def supports(self, machine: Machine) -> Support:
+        try:
+            self._trial(machine)
+        except (RuntimeError, OSError, ImportError) as error:
+            reason = f"a trial compilation failed: {explain(error)}"
+            if self.options.required:
+                raise Refused(
+                    f"plugin compile is required and {reason}: repair it, set "
+                    "plugins.compile.required = false or use --without compile"
+                ) from error
+            return Support.no(reason)
+        return Support.yes(self.options.backend)
+
+    def setup(self, context: Context) -> None:
+        import torch
+
+        # What this run compiled holds its model, and counts against torch's limit of versions.
+        context.undo(torch.compiler.reset)
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        compile_loss(model, self._compiled)
+        return model
+
+    def ready(self, parts: Parts) -> None:
+        if self.options.optimizer:
+            # Not "fullgraph": torch's optimizers open a profiler range, which breaks the graph.
+            compile_step(parts.optimizer, lambda step: self._compiled(step, fullgraph=False))
+
+    def _compiled(self, function: Callable[..., Any], **changed: Any) -> Callable[..., Any]:
+        import torch
+
+        options = self.options
+        asked = {"fullgraph": options.fullgraph, "dynamic": options.dynamic, **changed}
+        compiled: Callable[..., Any] = torch.compile(
+            function, backend=options.backend, mode=options.mode, **asked
+        )
+        return compiled
+
+    def _trial(self, machine: Machine) -> None:
+        import torch
+
+        def line(x: Tensor) -> Tensor:
+            return (x.sin() + 1).sum()
+
+        self._compiled(line)(torch.zeros(8, 8, device=machine.device))
+        if self.options.backend == "inductor":
+            from tempfile import TemporaryFile
+
+            from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+            # Somebody else's warm cache can be read, and then the model's own code not be written.
+            with TemporaryFile(dir=cache_dir()):
+                pass
