@@ -145,9 +145,8 @@ class Chunks:
             yield joined[:cut]
         self._text = [joined[cut:]]
         self._gathered = len(joined) - cut
-        # What has been searched in vain is not searched again, but for its last two characters,
-        # whose neighbours were not known.
-        self._searched = max(self._gathered - 2, 0)
+        # What has been searched in vain is not searched again.
+        self._searched = self._gathered
 
     def rest(self) -> Iterator[str]:
         """What is left at the end of the text."""
