@@ -1,0 +1,91 @@
+"""The documents say what the code does."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from gptfast import config, registry
+from gptfast.plugin import Plugin
+
+PROJECT = Path(__file__).parent.parent
+PLUGINS = (PROJECT / "docs/plugins.md").read_text(encoding="utf-8")
+SHIPPED = {name: found for name, found in registry.discover().items() if found.package == "gptfast"}
+
+
+def hooks() -> set[str]:
+    return {name for name, value in vars(Plugin).items() if inspect.isfunction(value)} - {
+        "__init__"
+    }
+
+
+def test_plugins_page_gives_the_signatures_of_the_code() -> None:
+    (block,) = re.findall(r"```python signatures\n(.*?)```", PLUGINS, re.S)
+    documented = {
+        node.name: (ast.unparse(node.args), ast.unparse(node.returns))
+        for node in ast.parse(block).body
+        if isinstance(node, ast.FunctionDef) and node.returns is not None
+    }
+    actual = {}
+    for name in hooks():
+        source = textwrap.dedent(inspect.getsource(getattr(Plugin, name)))
+        (node,) = ast.parse(source).body
+        assert isinstance(node, ast.FunctionDef)
+        assert node.returns is not None
+        actual[name] = (ast.unparse(node.args), ast.unparse(node.returns))
+    assert documented == actual
+
+
+def test_plugins_page_has_every_hook_in_its_table() -> None:
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", PLUGINS, re.M)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert hooks() <= named
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_plugins_page_has_every_shipped_plugin(name: str) -> None:
+    plugin = SHIPPED[name].load()
+    row = re.search(rf"^\| `{name}` \| (.*?) \| (.*?) \| (.*?) \|", PLUGINS, re.M)
+    assert row is not None, f"docs/plugins.md lacks {name}"
+    tolerance = 0.0 if row[3] == "-" else float(row[3])
+    assert (row[1], row[2], tolerance) == (
+        plugin.stage.name.lower(),
+        plugin.claim.value,
+        plugin.tolerance,
+    )
+
+
+def test_the_smallest_plugin_of_the_page_works() -> None:
+    code = re.findall(r"```python\n(.*?)```", PLUGINS, re.S)[0]
+    namespace: dict[str, object] = {}
+    exec(compile(code, "docs/plugins.md", "exec"), namespace)
+    made = namespace["StopAtLoss"]
+    assert isinstance(made, type)
+    assert issubclass(made, Plugin)
+    assert made.Options.model_fields["loss"].default == 1.5
+
+
+@pytest.mark.parametrize("name", config.names(folder=PROJECT / "docs"))
+def test_every_shipped_profile_is_valid_and_names_known_plugins(name: str) -> None:
+    loaded = config.load(name, folder=PROJECT / "docs")
+    planned = registry.plan(loaded.profile, origins=loaded.origins)
+    assert {enabled.name for enabled in planned} == set(loaded.profile.plugins)
+    assert loaded.profile.unsupported_plugins == "skip"
+
+
+@pytest.mark.parametrize("name", config.names(folder=PROJECT / "docs"))
+def test_every_shipped_profile_opens_with_its_command(name: str) -> None:
+    text = (PROJECT / "gptfast.toml").read_text(encoding="utf-8")
+    header = re.search(rf"^\[profiles\.{name}\] *# gptfast train --profile {name}\b", text, re.M)
+    assert header is not None
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for page in [*PROJECT.glob("*.md"), *PROJECT.glob("docs/*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
