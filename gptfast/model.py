@@ -252,14 +252,16 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         rows, width = config.vocab_rows, config.n_embd
-        self.wte = nn.Embedding(rows, width)
+        # "meta": torch's own initialisation would draw a random number for each padded row, too.
+        self.wte = nn.Embedding(rows, width, device="meta").to_empty(device="cpu")
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, width)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = build_norm(config)
         if not config.tied_head:
-            self.lm_head = nn.Linear(width, rows, bias=False)
+            head = nn.Linear(width, rows, bias=False, device="meta")
+            self.lm_head = head.to_empty(device="cpu")
         mask = torch.ones(config.block_size, config.block_size, dtype=torch.bool).tril()
         self.register_buffer("mask", mask, persistent=False)
         if config.position == "rope":
