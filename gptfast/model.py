@@ -252,8 +252,9 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         rows, width = config.vocab_rows, config.n_embd
+        device = torch.get_default_device()
         # "meta": torch's own initialisation would draw a random number for each padded row, too.
-        self.wte = nn.Embedding(rows, width, device="meta").to_empty(device="cpu")
+        self.wte = nn.Embedding(rows, width, device="meta").to_empty(device=device)
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, width)
         self.drop = nn.Dropout(config.dropout)
@@ -261,7 +262,7 @@ class GPT(nn.Module):
         self.ln_f = build_norm(config)
         if not config.tied_head:
             head = nn.Linear(width, rows, bias=False, device="meta")
-            self.lm_head = head.to_empty(device="cpu")
+            self.lm_head = head.to_empty(device=device)
         mask = torch.ones(config.block_size, config.block_size, dtype=torch.bool).tril()
         self.register_buffer("mask", mask, persistent=False)
         if config.position == "rope":
