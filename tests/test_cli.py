@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,23 +91,22 @@ def test_without_a_command_the_help_lists_them_all(capsys: pytest.CaptureFixture
     ids=" ".join,
 )
 def test_help_is_quick_and_needs_no_torch(args: list[str]) -> None:  # CLI-16
-    seconds = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-X", "importtime", "-m", "gptfast", *args],
-            capture_output=True,
-            text=True,
-            env=environment(),
-        )
-        seconds.append(time.perf_counter() - begin)
+    before = os.times()
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "gptfast", *args],
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+    after = os.times()
     assert done.returncode == 0
     assert done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "gptfast.cli" in imported
     assert not imported & {"torch", "h5py", "tiktoken"}
-    # The best of three: what the command costs, not what else the machine was doing.
-    assert min(seconds) < 1.0
+    # Processor time: what the command costs, not what else the machine is doing.
+    user, system = (after[kind] - before[kind] for kind in (2, 3))
+    assert user + system < 1.0
 
 
 def test_help_imports_no_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -445,9 +443,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_train_hands_everything_to_the_trainer(trained: dict[str, Any]) -> None:
-    args = "train --run a --resume --stop-at 9 --device cpu --plugin tf32 --set train.steps=9"
+    args = "train --run a --resume --stop-at 9 --device cpu --plugin tf32 --set train.steps=900"
     assert main(args.split()) == 0
-    assert trained["loaded"].profile.train.steps == 9
+    assert trained["loaded"].profile.train.steps == 900
     assert {key: trained[key] for key in ("run", "resume", "stop_at", "device", "asked")} == {
         "run": "a",
         "resume": True,

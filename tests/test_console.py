@@ -218,6 +218,12 @@ def console(out: io.StringIO, **look: bool | int) -> Console:
     return Console(out, io.StringIO(), Look(**look))  # type: ignore[arg-type]
 
 
+def test_a_path_is_shown_from_where_one_stands(tmp_path: Path) -> None:
+    shown = Console(io.StringIO(), io.StringIO(), Look(folder=tmp_path)).path
+    assert shown(str(tmp_path / "runs" / "a")) == str(Path("runs", "a"))
+    assert shown(str(tmp_path.parent / "b")) == str(tmp_path.parent / "b")
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 @given(text=st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp")), max_size=200))
 def test_a_line_is_shown_as_it_is(terminal: bool, text: str) -> None:

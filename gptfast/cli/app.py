@@ -25,20 +25,22 @@ class App:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> App:
         """The surroundings as environment, streams and current folder say."""
+        folder = Path.cwd()
         return cls(
-            console=Console(sys.stdout, sys.stderr, _look(environ)),
+            console=Console(sys.stdout, sys.stderr, _look(environ, folder)),
             cache_dir=_cache_dir(environ),
-            folder=Path.cwd(),
+            folder=folder,
         )
 
 
-def _look(environ: Mapping[str, str]) -> Look:
+def _look(environ: Mapping[str, str], folder: Path) -> Look:
     columns = environ.get("COLUMNS", "")
     return Look(
         dumb=environ.get("TERM") == "dumb",
         no_color=bool(environ.get("NO_COLOR")),
         force_color=environ.get("FORCE_COLOR", "0") not in ("", "0"),
         width=int(columns) if columns.isdecimal() and int(columns) > 0 else None,
+        folder=folder,
     )
 
 

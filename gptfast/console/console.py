@@ -46,6 +46,8 @@ class Look:
     """FORCE_COLOR: colour also where it is not a terminal."""
     width: int | None = None
     """COLUMNS. None: as wide as the terminal says."""
+    folder: Path | None = None
+    """Paths inside it are shown relative to it."""
 
 
 class _Rich(RichConsole):
@@ -100,6 +102,13 @@ class Console:
     def width(self) -> int:
         """Columns."""
         return self._out.width
+
+    def path(self, path: str) -> str:
+        """`path` as short as it can be given back on the command line."""
+        folder = self._look.folder
+        if folder is None or not Path(path).is_relative_to(folder):
+            return path
+        return str(Path(path).relative_to(folder))
 
     # lines -------------------------------------------------------------------------------
 

@@ -143,7 +143,7 @@ class PlainView:
         )
 
     def saved(self, step: int, path: str) -> None:
-        self._step(step, f"saved {path}")
+        self._step(step, f"saved {self._console.path(path)}")
 
     def sampled(self, step: int, text: str) -> None:
         _show_sample(self._console, step, text)
@@ -199,7 +199,7 @@ def _show_summary(console: Console, record: Finished) -> None:
     console.line(", ".join(parts), style="bold")
     if record.folder is None:
         return
-    folder = shlex.quote(record.folder)
+    folder = shlex.quote(console.path(record.folder))
     console.line(f"next: gptfast generate {folder}")
     console.line(f"      gptfast eval {folder}")
     if record.stopped_by:
