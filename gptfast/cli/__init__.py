@@ -29,7 +29,7 @@ COMMANDS = {
     "train": "Train a model as a profile says.",
     "eval": "Score a model on held-out text.",
     "generate": "Continue a text with a model.",
-    "bench": "Measure what each optimization brings on this machine.",
+    "bench": "Measure what each plugin of a profile brings on this machine.",
     "plugins": "List, explain and check the optimizations.",
     "config": "Show profiles and where each value comes from.",
 }
