@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gptfast.plugin import Machine
-from gptfast.trainer import random_state
+from gptfast.randomness import random_state
 
 
 def process_state(machine: Machine) -> dict[str, Any]:

@@ -188,11 +188,6 @@ class TrainConfig(Table):
                 f"micro_batch = {self.micro_batch} does not divide batch_size = "
                 f"{self.batch_size}: use {_nearest_divisors(self.batch_size, self.micro_batch)}"
             )
-        if self.warmup_steps > self.steps:
-            raise ValueError(
-                f"warmup_steps = {self.warmup_steps} is above steps = {self.steps}: "
-                f"use at most {self.steps}"
-            )
         if self.min_lr is not None and self.min_lr > self.learning_rate:
             raise ValueError(
                 f"min_lr = {self.min_lr} is above learning_rate = {self.learning_rate}: lower it"

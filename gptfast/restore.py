@@ -20,8 +20,8 @@ from gptfast.machine import find_machine
 from gptfast.model import GPT
 from gptfast.plugin import Machine, Profile, Stage
 from gptfast.profile import validate
+from gptfast.randomness import random_state_kept
 from gptfast.runs import find_checkpoint
-from gptfast.trainer import random_state_kept
 
 STAGES = (Stage.SURGERY, Stage.OUTER)
 """Stages whose plugins can change a loss or a text: switches, surgery, swapped weights. The others

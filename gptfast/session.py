@@ -76,7 +76,7 @@ def train(
                 listener.note(f"resumed with {change}")
         else:
             kept = Run.create(place, profile_toml=profile.to_toml())
-        for warning in registry.shadowed(registry.discover()):
+        for warning in [*registry.shadowed(registry.discover()), *doubts(profile)]:
             listener.note(warning)
         peak = measure_matmul_peak(machine.device, peak_dtype(machine.device))
         trainer = Trainer(
@@ -97,7 +97,7 @@ def train(
             finished = Finished(
                 steps=progress.step,
                 seconds=time.perf_counter() - start,
-                loss=trainer.last_loss,
+                loss=trainer.journal.loss,
                 val_loss=progress.val_loss,
                 best_val_loss=None if progress.best_step is None else progress.best_loss,
                 stopped_by=(trainer.stop_reason or "--stop-at") if incomplete else None,
@@ -130,6 +130,17 @@ def with_vocabulary(profile: Profile, store: Store) -> Profile:
     if stored is None:
         store.check_ids(vocabulary)
     return profile.replace({"model.vocab_size": vocabulary})
+
+
+def doubts(profile: Profile) -> list[str]:
+    """What a profile says that is possible and probably not meant."""
+    train = profile.train
+    if train.warmup_steps > train.steps:
+        return [
+            f"train.warmup_steps = {train.warmup_steps} is above train.steps = {train.steps}: "
+            "the learning rate never reaches its peak"
+        ]
+    return []
 
 
 def check_resume(checkpoint: Checkpoint, profile: Profile, store: Store) -> list[str]:

@@ -8,10 +8,8 @@ checkpoint, and the order save -> evaluate -> sample -> stop.
 from __future__ import annotations
 
 import math
-import random
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -26,14 +24,14 @@ from gptfast.checkpoint import Checkpoint, save_checkpoint
 from gptfast.data.batches import StoreWindows, WindowSource
 from gptfast.data.store import Store
 from gptfast.data.windows import WindowOrder
-from gptfast.errors import GptfastError
 from gptfast.evaluate import Score, evaluate
 from gptfast.hooks import Hooks
-from gptfast.machine import peak_memory_bytes, synchronize
+from gptfast.journal import Journal
 from gptfast.model import GPT, count_parameters, flops_per_token
 from gptfast.optim import build_adamw, lr_factor
 from gptfast.plugin import Batch, Evaluated, Machine, Parts, Profile, Source, Stepped, Stepper, Want
-from gptfast.report import Listener, Logged, Silent
+from gptfast.randomness import random_state, random_state_kept, set_random_state
+from gptfast.report import Listener, Silent
 from gptfast.runs import Run
 
 
@@ -111,7 +109,6 @@ class Trainer:
         self.progress = Progress()
         self.stop_reason: str | None = None
         """What ends the run before its last step."""
-        self.last_loss = math.nan
         self._interrupted = False
         self._checkpoint = checkpoint
         self._peak_flops = peak_flops
@@ -138,7 +135,8 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group.setdefault("initial_lr", float(group["lr"]))
             self.stepper = self.hooks.build_stepper() or PlainStepper()
-            self.source = self.hooks.wrap_source(WindowSource(self._windows(profile)))
+            windows = self._windows(profile)
+            self.source = self.hooks.wrap_source(WindowSource(windows))
             stack.callback(self.source.close)
             if self._checkpoint is not None:
                 self._resume(self._checkpoint)
@@ -147,10 +145,14 @@ class Trainer:
                     profile, self.machine, self.raw_model, self.model, self.optimizer, self.source
                 )
             )
-            self._meter = Meter(
-                self.progress.step,
-                flops_per_token(profile.model, count_parameters(self.raw_model)),
-                self._peak_flops,
+            self.journal = Journal(
+                windows,
+                machine=self.machine,
+                run=self.kept_in,
+                listener=self.listener,
+                flops_per_token=flops_per_token(profile.model, count_parameters(self.raw_model)),
+                peak_flops=self._peak_flops,
+                skipped_steps=self.progress.step - self.progress.committed,
             )
             self._leave = stack.pop_all()
         return self
@@ -185,7 +187,7 @@ class Trainer:
         until = steps if until is None else min(until, steps)
         while self.progress.step < until and self.stop_reason is None:
             self._after(self.one_step(), last=self.progress.step == until)
-        self._flush()
+        self.journal.flush()
 
     def interrupt(self, reason: str) -> None:
         """Have the run save and stop after the step, or in the evaluation, that it is in.
@@ -199,7 +201,7 @@ class Trainer:
         """Fetch the windows of a step, update the weights, tell the observers."""
         waited = time.perf_counter()
         batch = self.source.next()
-        self._meter.waited += time.perf_counter() - waited
+        self.journal.waited += time.perf_counter() - waited
         loss = self._gradients_with_recovery(batch)
         self.stepper.unscale(self.optimizer)
         grad_norm = self._clip()
@@ -219,7 +221,7 @@ class Trainer:
             tokens=batch.tokens[:, 1:].numel(),
             committed=committed,
         )
-        self._meter.events.append(event)
+        self.journal.add(event)
         return self.hooks.step(event)
 
     def _gradients_with_recovery(self, batch: Batch) -> Tensor:
@@ -274,8 +276,8 @@ class Trainer:
         if saves or samples or due(train.log_interval, step):
             # Also because a loss that is not finite must stop the run before it replaces a good
             # checkpoint.
-            self._flush()
-        with self._meter.paused():
+            self.journal.flush()
+        with self.journal.paused():
             if saves:
                 self.save()
             if evaluates and self.evaluate() is None:
@@ -376,73 +378,6 @@ class Trainer:
             )
         self.listener.sampled(self.progress.step, text)
 
-    def _flush(self) -> None:
-        """Read the device once for all steps since the last time; log them.
-
-        Raises:
-            GptfastError: a loss or an applied gradient is not finite.
-        """
-        meter = self._meter
-        events = meter.events
-        if not events:
-            return
-        losses = torch.stack([event.loss for event in events]).tolist()
-        norms = torch.stack([event.grad_norm for event in events]).tolist()
-        synchronize(self.machine.device)
-        seconds = meter.lap()
-        for event, loss, norm in zip(events, losses, norms, strict=True):
-            if not math.isfinite(loss) or (event.committed and not math.isfinite(norm)):
-                raise self._not_finite(event, loss, norm)
-        last = events[-1]
-        step_s = seconds / len(events)
-        tokens_per_s = sum(event.tokens for event in events) / seconds * self.machine.world
-        self.last_loss = sum(losses) / len(losses)
-        if self.kept_in is not None:
-            self.kept_in.log(
-                {
-                    "kind": "step",
-                    "step": event.step,
-                    "loss": loss,
-                    "grad_norm": norm if math.isfinite(norm) else None,
-                    "learning_rate": event.learning_rate,
-                    "tokens": event.tokens,
-                    "committed": event.committed,
-                    "step_ms": step_s * 1e3,
-                }
-                for event, loss, norm in zip(events, losses, norms, strict=True)
-            )
-        self.listener.logged(
-            Logged(
-                step=last.step,
-                steps=last.steps,
-                loss=self.last_loss,
-                learning_rate=last.learning_rate,
-                grad_norm=norms[-1],
-                step_ms=step_s * 1e3,
-                tokens_per_s=tokens_per_s,
-                peak_share=meter.peak_share(tokens_per_s / self.machine.world),
-                data_wait_ms=meter.waited / len(events) * 1e3,
-                memory_bytes=peak_memory_bytes(self.machine.device),
-                skipped_steps=self.progress.step - self.progress.committed,
-                epoch=self.epoch(last.step),
-            )
-        )
-        meter.clear()
-
-    def epoch(self, step: int) -> float:
-        """Passes over the training split up to and with `step`."""
-        return self._windows(self.profile).order.epoch(step, self.profile.train.batch_size)
-
-    def _not_finite(self, event: Stepped, loss: float, norm: float) -> GptfastError:
-        starts = self._windows(self.profile).starts(event.step)
-        shown = ", ".join(str(start) for start in starts[:8]) + (" ..." if len(starts) > 8 else "")
-        kept = self.kept_in.steps() if self.kept_in is not None else []
-        good = f"step {kept[-1]} is the newest checkpoint" if kept else "no checkpoint was kept"
-        return GptfastError(
-            f"step {event.step}: loss {loss}, gradient norm {norm} (windows starting at tokens "
-            f"{shown}); {good}: lower train.learning_rate or set train.grad_clip and use --resume"
-        )
-
     # resuming ----------------------------------------------------------------------------
 
     def _resume(self, checkpoint: Checkpoint) -> None:
@@ -470,39 +405,6 @@ class Trainer:
         set_random_state(state["random"], self.machine.device)
 
 
-class Meter:
-    """Times between two log records, without the evaluations and samples in between."""
-
-    def __init__(self, step: int, flops_per_token: int, peak_flops: float | None) -> None:
-        self.events: list[Stepped] = []
-        self.waited = 0.0
-        self._flops_per_token = flops_per_token
-        self._peak_flops = peak_flops
-        self._start = time.perf_counter()
-
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        now = time.perf_counter()
-        seconds, self._start = now - self._start, now
-        return seconds
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What happens inside does not count."""
-        paused = time.perf_counter()
-        yield
-        self._start += time.perf_counter() - paused
-
-    def clear(self) -> None:
-        self.events.clear()
-        self.waited = 0.0
-
-    def peak_share(self, tokens_per_s: float) -> float | None:
-        if self._peak_flops is None:
-            return None
-        return tokens_per_s * self._flops_per_token / self._peak_flops
-
-
 def due(interval: int, step: int) -> bool:
     """Whether something done every `interval` steps is done after `step`; 0: never."""
     return interval > 0 and step % interval == 0
@@ -514,51 +416,3 @@ def set_lr(group: dict[str, Any], lr: float) -> None:
         group["lr"].fill_(lr)
     else:
         group["lr"] = lr
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """State of every global generator: torch's on the CPU and the device, numpy's, Python's."""
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": {
-            **numpy_state,
-            "state": {
-                "key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
-                "pos": int(numpy_state["state"]["pos"]),
-            },
-        },
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    elif device.type == "mps":
-        state["mps"] = torch.mps.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put back what `random_state` gave; a device that it does not know keeps its own."""
-    torch.set_rng_state(state["torch"])
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    numpy_state = state["numpy"]
-    inner = numpy_state["state"]
-    np.random.set_state(
-        {**numpy_state, "state": {**inner, "key": inner["key"].numpy().astype(np.uint32)}}
-    )
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-    elif device.type == "mps" and "mps" in state:
-        torch.mps.set_rng_state(state["mps"])
-
-
-@contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Every global generator is back as found afterwards."""
-    before = random_state(device)
-    try:
-        yield
-    finally:
-        set_random_state(before, device)

@@ -1,0 +1,132 @@
+"""What the loop takes down of each step; the device is read once for all, when a log is due."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gptfast.data.batches import StoreWindows
+from gptfast.errors import GptfastError
+from gptfast.machine import peak_memory_bytes, synchronize
+from gptfast.plugin import Machine, Stepped
+from gptfast.report import Listener, Logged
+from gptfast.runs import Run
+
+
+class Journal:
+    """Collects steps; `flush` reads them, writes `metrics.jsonl` and tells the listener.
+
+    Args:
+        windows: names the windows of a step whose loss is not finite, and counts epochs.
+        run: whose metrics to write; None: nobody's.
+        flops_per_token, peak_flops: for the share of the matmul peak that the steps reach.
+        skipped_steps: updates skipped before this session.
+    """
+
+    def __init__(
+        self,
+        windows: StoreWindows,
+        *,
+        machine: Machine,
+        run: Run | None,
+        listener: Listener,
+        flops_per_token: int,
+        peak_flops: float | None,
+        skipped_steps: int,
+    ) -> None:
+        self.waited = 0.0
+        """Seconds spent waiting for windows since the last flush."""
+        self.loss = math.nan
+        """Mean over the steps of the last flush."""
+        self._windows = windows
+        self._machine = machine
+        self._run = run
+        self._listener = listener
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+        self._skipped_steps = skipped_steps
+        self._steps: list[Stepped] = []
+        self._start = time.perf_counter()
+
+    def add(self, step: Stepped) -> None:
+        self._steps.append(step)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside does not count as time of the steps."""
+        paused = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - paused
+
+    def flush(self) -> None:
+        """Log the steps since the last time.
+
+        Raises:
+            GptfastError: a loss or an applied gradient is not finite; nothing is logged.
+        """
+        steps, self._steps = self._steps, []
+        if not steps:
+            return
+        losses = torch.stack([step.loss for step in steps]).tolist()
+        norms = torch.stack([step.grad_norm for step in steps]).tolist()
+        synchronize(self._machine.device)
+        now = time.perf_counter()
+        seconds, self._start = now - self._start, now
+        for step, loss, norm in zip(steps, losses, norms, strict=True):
+            if not math.isfinite(loss) or (step.committed and not math.isfinite(norm)):
+                raise self._not_finite(step, loss, norm)
+        self.loss = sum(losses) / len(losses)
+        self._skipped_steps += sum(not step.committed for step in steps)
+        step_s = seconds / len(steps)
+        if self._run is not None:
+            self._run.log(
+                {
+                    "kind": "step",
+                    "step": step.step,
+                    "loss": loss,
+                    "grad_norm": norm if math.isfinite(norm) else None,
+                    "learning_rate": step.learning_rate,
+                    "tokens": step.tokens,
+                    "committed": step.committed,
+                    "step_ms": step_s * 1e3,
+                }
+                for step, loss, norm in zip(steps, losses, norms, strict=True)
+            )
+        self._listener.logged(self._record(steps, norms[-1], seconds))
+        self.waited = 0.0
+
+    def _record(self, steps: list[Stepped], grad_norm: float, seconds: float) -> Logged:
+        last = steps[-1]
+        tokens_per_s = sum(step.tokens for step in steps) / seconds
+        return Logged(
+            step=last.step,
+            steps=last.steps,
+            loss=self.loss,
+            learning_rate=last.learning_rate,
+            grad_norm=grad_norm,
+            step_ms=seconds / len(steps) * 1e3,
+            tokens_per_s=tokens_per_s * self._machine.world,
+            peak_share=(
+                tokens_per_s * self._flops_per_token / self._peak_flops
+                if self._peak_flops is not None
+                else None
+            ),
+            data_wait_ms=self.waited / len(steps) * 1e3,
+            memory_bytes=peak_memory_bytes(self._machine.device),
+            skipped_steps=self._skipped_steps,
+            epoch=self._windows.order.epoch(last.step, self._windows.batch_size),
+        )
+
+    def _not_finite(self, step: Stepped, loss: float, norm: float) -> GptfastError:
+        starts = self._windows.starts(step.step)
+        shown = ", ".join(str(start) for start in starts[:8]) + (" ..." if len(starts) > 8 else "")
+        kept = self._run.steps() if self._run is not None else []
+        good = f"step {kept[-1]} is the newest checkpoint" if kept else "no checkpoint was kept"
+        return GptfastError(
+            f"step {step.step}: loss {loss}, gradient norm {norm} (windows starting at tokens "
+            f"{shown}); {good}: lower train.learning_rate or set train.grad_clip and use --resume"
+        )
