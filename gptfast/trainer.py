@@ -113,6 +113,10 @@ class Trainer:
         self._checkpoint = checkpoint
         self._peak_flops = peak_flops
         self._has_val = "val" in store.splits
+        # A foreign file of bare ids has no tokenizer to show a text with.
+        self._can_sample = (
+            profile.train.sample_tokens > 0 and store.tokenizer_definition is not None
+        )
 
     # building and taking down ------------------------------------------------------------
 
@@ -272,7 +276,7 @@ class Trainer:
         ends = step == train.steps or (stopped and not self._interrupted)
         evaluates = self._has_val and (ends or due(train.eval_interval, step) or Want.EVAL in want)
         saves = last or stopped or evaluates or due(train.save_interval, step) or Want.SAVE in want
-        samples = train.sample_tokens > 0 and (ends or due(train.sample_interval, step))
+        samples = self._can_sample and (ends or due(train.sample_interval, step))
         if saves or samples or due(train.log_interval, step):
             # Also because a loss that is not finite must stop the run before it replaces a good
             # checkpoint.
