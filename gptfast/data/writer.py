@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from gptfast.data.tokenizer import Tokenizer
 
 _COPY = 1 << 22
+_SLACK = 1 << 16
+"""Bytes that HDF5 needs besides the data."""
 
 
 class Spool:
@@ -72,6 +74,10 @@ class Spool:
         self.n_tokens += len(ids)
         self.n_bytes += n_bytes
 
+    @property
+    def n_bytes_stored(self) -> int:
+        return self.n_tokens * self.dtype.itemsize + 8 * len(self.documents)
+
     def sha256(self) -> str:
         return self._digest.hexdigest()
 
@@ -104,15 +110,20 @@ def write_store(
     """
     import h5py
 
+    definition, sources = _json(tokenizer.definition()), _json(list(documents))
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with _writing(path):
         _sweep(path)
+        _try_room(
+            path.parent,
+            sum(split.n_bytes_stored for split in splits.values()) + definition.size + sources.size,
+        )
         try:
             with h5py.File(beside, "w") as file:
                 for name in SPLITS:
                     _write_split(file, name, splits[name])
-                _write_json(file, "tokenizer", tokenizer.definition())
-                _write_json(file, "sources", list(documents))
+                file.create_dataset("tokenizer", data=definition, compression="gzip")
+                file.create_dataset("sources", data=sources, compression="gzip")
                 file.attrs.update(
                     {
                         FORMAT: FORMAT_VERSION,
@@ -154,10 +165,19 @@ def _write_split(file: h5py.File, name: str, spool: Spool) -> None:
     file.create_dataset(f"{name}_documents", data=np.array(spool.documents, dtype=np.int64))
 
 
-def _write_json(file: h5py.File, name: str, value: object) -> None:
-    """As bytes in a dataset: an attribute holds 64 KiB at most, and a vocabulary is larger."""
-    content = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
-    file.create_dataset(name, data=content, compression="gzip", shuffle=False)
+def _json(value: object) -> NDArray[np.uint8]:
+    """As bytes for a dataset: an attribute holds 64 KiB at most, and a vocabulary is larger."""
+    return np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+
+
+def _try_room(folder: Path, n_bytes: int) -> None:
+    """Find out with a plain file whether there is room: HDF5 takes the process down if not."""
+    block = bytes(1 << 20)
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        for _ in range(0, n_bytes + _SLACK, len(block)):
+            left = memoryview(block)
+            while left:
+                left = left[file.write(left) :]
 
 
 def _sweep(path: Path) -> None:
