@@ -276,7 +276,11 @@ class Trainer:
         ends = step == train.steps or (stopped and not self._interrupted)
         evaluates = self._has_val and (ends or due(train.eval_interval, step) or Want.EVAL in want)
         saves = last or stopped or evaluates or due(train.save_interval, step) or Want.SAVE in want
-        samples = self._can_sample and (ends or due(train.sample_interval, step))
+        samples = (
+            self._has_text
+            and train.sample_tokens > 0
+            and (ends or due(train.sample_interval, step))
+        )
         if saves or samples or due(train.log_interval, step):
             # Also because a loss that is not finite must stop the run before it replaces a good
             # checkpoint.
