@@ -87,7 +87,9 @@ class LiveView:
 
     def _draw(self) -> None:
         with self._pace.drawing():
-            self._live.update(self._board.render(self._console.width), refresh=True)
+            # Room for the ^C that a terminal echoes: wrapped, it would shift the next drawing.
+            width = self._console.width - len("^C")
+            self._live.update(self._board.render(width), refresh=True)
 
 
 class PlainView:
