@@ -103,13 +103,13 @@ def train(
                 stopped_by=(trainer.stop_reason or "--stop-at") if incomplete else None,
                 folder=str(kept.folder),
             )
+        listener.finished(finished)
         if caught:
             raise Stopped(
-                f"{signal.Signals(caught[0]).name} after step {progress.step}, saved in "
-                f"{kept.folder}: go on with gptfast train --resume --run {name}",
+                f"{signal.Signals(caught[0]).name} after step {progress.step}, which is saved: "
+                f"go on with gptfast train --resume --run {name}",
                 signum=caught[0],
             )
-        listener.finished(finished)
     return finished
 
 
