@@ -31,6 +31,7 @@ from gptfast.errors import GptfastError, Refused
 from gptfast.model import GPT
 from gptfast.plugin import Claim, Context, Machine, Parts, Plugin, Profile, Stage
 from gptfast.process import differences, generators, process_state, running_helpers
+from gptfast.profile import nearest
 from gptfast.registry import Enabled, Found
 from gptfast.runs import Run
 from gptfast.tiny import (
@@ -122,7 +123,7 @@ def assert_keeps_contract(
 def _required(name: str, found: Mapping[str, Found]) -> dict[str, dict[str, Any]]:
     """What a plugin requires, directly or not, with default options."""
     if name not in found:
-        return {}  # `plan` refuses it with the nearest name
+        raise Refused(f"plugin {name} is not installed: {nearest(name, found)}")
     required: dict[str, dict[str, Any]] = {}
     open_names = list(found[name].load().requires)
     while open_names:
@@ -171,13 +172,13 @@ class _Single:
             return [*always, Promise("trains", Verdict.NOT_CHECKED, f"unsupported here: {reason}")]
         return [
             *always,
-            # First, so that what a plugin does once per process is done before the endings.
+            # First: a switch that one run leaves turned is as the next run finds it.
+            _promise("clean end", self.clean_end),
             _promise("trains", self.trains),
             _promise("claim", self.claim),
             _promise("parameter names", self.parameter_names),
             _promise("evaluation", self.evaluation),
             _promise("resume", lambda: _resumes(self.rig)),
-            _promise("clean end", self.clean_end),
             _promise("clean after a failed setup", self.clean_after_failed_setup),
             _promise("clean after Ctrl-C", self.clean_after_interrupt),
             _promise("teardown", self.teardown_once),
@@ -245,7 +246,7 @@ class _Single:
 
     def evaluation(self) -> str:
         """An evaluation leaves weights, mode and random state as found."""
-        trainer, recorder = self.rig.trainer(self.profile)
+        trainer, recorder = self.rig.trainer(self.rig.profile(train__eval_interval=0))
         with trainer:
             trainer.run(STOP)
             before = copied(trainer.raw_model)
@@ -260,17 +261,20 @@ class _Single:
             return f"loss {recorder.evaluations[-1].loss:.3f}"
 
     def clean_end(self) -> str:
-        with _left_as_found(self.rig.machine):
+        with _switches_as_found(self.rig.machine):
+            self.rig.train(self.profile)
+        # Of the second run: torch starts threads of its own in the first, and keeps them.
+        with _helpers_gone():
             self.rig.train(self.profile)
         return ""
 
     def clean_after_failed_setup(self) -> str:
-        with _left_as_found(self.rig.machine):
+        with _switches_as_found(self.rig.machine), _helpers_gone():
             _expect_failure(lambda: self.rig.train(self.profile, extra=[_ours(_FailsInSetup())]))
         return ""
 
     def clean_after_interrupt(self) -> str:
-        with _left_as_found(self.rig.machine):
+        with _switches_as_found(self.rig.machine), _helpers_gone():
             try:
                 self.rig.train(self.profile, extra=[_ours(_Interrupts())])
             except KeyboardInterrupt:
@@ -435,11 +439,20 @@ def _count_teardown(enabled: Enabled, counted: list[str]) -> None:
 
 
 @contextmanager
-def _left_as_found(machine: Machine) -> Iterator[None]:
-    """Broken where a process-wide switch, a thread or a child process is another afterwards."""
-    before, helpers = process_state(machine), running_helpers()
+def _switches_as_found(machine: Machine) -> Iterator[None]:
+    """Broken where a process-wide switch is another afterwards."""
+    before = process_state(machine)
     yield
     changed = differences(before, process_state(machine))
-    changed += sorted(f"{name} still runs" for name in running_helpers() - helpers)
     if changed:
         raise Broken(f"left behind: {'; '.join(changed)}")
+
+
+@contextmanager
+def _helpers_gone() -> Iterator[None]:
+    """Broken where a thread or a child process begun inside still runs afterwards."""
+    before = running_helpers()
+    yield
+    left = sorted(running_helpers() - before)
+    if left:
+        raise Broken(f"still running: {', '.join(left)}")

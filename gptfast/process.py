@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import threading
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ def process_state(machine: Machine) -> dict[str, Any]:
         "generators": generators(machine),
         "environment": _environment(),
         "current folder": Path.cwd(),
-        "warning filters": list(warnings.filters),
     }
     # One API of the two that torch has for TF32: reading the older one after a switch of the newer
     # raises. "none" means what stands above it, which is "ieee" unless changed.

@@ -1,0 +1,342 @@
+"""Every shipped plugin and every pair keeps the contract; the check itself sees what is broken."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from plugin_helpers import found
+from torch import nn
+
+from gptfast.contract import (
+    Promise,
+    Verdict,
+    assert_keeps_contract,
+    broken,
+    check_pair,
+    check_plugin,
+)
+from gptfast.errors import Refused
+from gptfast.plugin import (
+    Claim,
+    Context,
+    Options,
+    Parts,
+    Plugin,
+    Profile,
+    Stepped,
+    Want,
+)
+from gptfast.registry import OURS, discover
+
+ROWS: dict[str, dict[str, Any]] = {
+    "accumulate": {"micro_batch": 2},
+    "activation-checkpointing": {},
+    "amp": {"dtype": "bf16"},
+    "chunked-loss": {"chunk_tokens": 24},
+    "compile": {"backend": "aot_eager"},
+    "cudnn-benchmark": {},
+    "ema": {},
+    "eval-cadence": {},
+    "flash": {},
+    "fused-adamw": {},
+    "loader": {"workers": 0},
+    "muon": {},
+    "prefetch": {},
+    "resident": {},
+    "tf32": {},
+    "vocab-pad": {},
+}
+"""Options of each shipped plugin that make it do its work on a tiny model on a CPU."""
+
+MORE_ROWS: list[tuple[str, dict[str, Any]]] = [
+    ("loader", {"workers": 1}),
+    ("flash", {"backend": "math"}),
+]
+"""Checked alone, not in pairs: the same plugin in another way."""
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    """A tiny model gains nothing from threads and loses to those who share the machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_every_built_in_has_a_row() -> None:
+    built_in = {name for name, one in discover().items() if one.package == OURS}
+    assert set(ROWS) == built_in
+
+
+def skip_unless_checked(promises: list[Promise]) -> None:
+    for promise in promises:
+        if promise.name == "trains" and promise.verdict is Verdict.NOT_CHECKED:
+            pytest.skip(promise.detail)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*ROWS.items(), *MORE_ROWS],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_shipped_plugin_keeps_its_promises(name: str, options: dict[str, Any]) -> None:
+    promises = check_plugin(name, options)
+    assert broken(promises) == []
+    skip_unless_checked(promises)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ROWS)
+def test_a_shipped_plugin_keeps_its_promises_on_a_gpu(name: str) -> None:
+    from gptfast.machine import find_machine
+
+    promises = check_plugin(name, ROWS[name], machine=find_machine("cuda"))
+    assert broken(promises) == []
+    skip_unless_checked(promises)
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(ROWS, 2)), ids=" + ".join)
+def test_a_pair_trains_resumes_and_commutes_or_declares_a_conflict(pair: tuple[str, str]) -> None:
+    first, second = pair
+    promises = check_pair((first, ROWS[first]), (second, ROWS[second]))
+    assert broken(promises) == []
+    skip_unless_checked(promises)
+
+
+# the check itself ------------------------------------------------------------------------------
+
+
+class Good(Plugin):
+    claim = Claim.EXACT
+
+
+class CountsInConfigure(Plugin):
+    claim = Claim.EXACT
+
+    def configure(self, profile: Profile) -> Profile:
+        self.calls = getattr(self, "calls", 0) + 1
+        return profile.replace({"train.seed": self.calls})
+
+
+class TakesAnyOption(Plugin):
+    claim = Claim.EXACT
+
+    class Options(Options):
+        model_config = {"extra": "ignore"}  # noqa: RUF012  # what pydantic asks for
+
+
+class OtherNumbers(Plugin):
+    claim = Claim.EXACT
+
+    def configure(self, profile: Profile) -> Profile:
+        return profile.replace({"train.learning_rate": profile.train.learning_rate * (1 + 1e-6)})
+
+
+class CoarseRounding(OtherNumbers):
+    claim = Claim.ROUNDING
+    tolerance = 1e-12
+
+
+class NotLearning(Plugin):
+    """A learning rate so small that the batches, not the steps, decide the loss."""
+
+    def configure(self, profile: Profile) -> Profile:
+        return profile.replace({"train.learning_rate": 10.0})
+
+
+class Renames(Plugin):
+    claim = Claim.EXACT
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        class Outer(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = model
+
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                return self.inner(*args, **kwargs)
+
+        return Outer()
+
+
+class MovesRandomStateInEval(Plugin):
+    claim = Claim.EXACT
+
+    @contextmanager
+    def eval_scope(self) -> Iterator[None]:
+        yield
+        random.random()
+
+
+class KeepsSwappedWeights(Plugin):
+    @contextmanager
+    def eval_scope(self) -> Iterator[None]:
+        with torch.no_grad():
+            next(self.model.parameters()).mul_(0.5)
+        yield
+
+    def ready(self, parts: Parts) -> None:
+        self.model = parts.raw_model
+
+
+class LeavesEvalMode(Plugin):
+    @contextmanager
+    def eval_scope(self) -> Iterator[None]:
+        yield
+        self.model.h[0].eval()  # type: ignore[union-attr,operator]
+
+    def ready(self, parts: Parts) -> None:
+        self.model = parts.model
+
+
+class Forgets(Plugin):
+    """Its learning rate depends on a count that no checkpoint keeps."""
+
+    def ready(self, parts: Parts) -> None:
+        self.steps = 0
+        self.optimizer = parts.optimizer
+
+    def step(self, event: Stepped) -> Want:
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group["initial_lr"] = 1e-2 / self.steps
+        return Want.NOTHING
+
+
+class LeavesSwitch(Plugin):
+    claim = Claim.EXACT
+
+    def setup(self, context: Context) -> None:
+        torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+
+
+class UndoesOnlyInTheEnd(Plugin):
+    """Undoes its switch in the last step, so that Ctrl-C before it leaves it on."""
+
+    claim = Claim.EXACT
+
+    def ready(self, parts: Parts) -> None:
+        torch.backends.cudnn.benchmark = True
+
+    def step(self, event: Stepped) -> Want:
+        if event.step == event.steps:
+            torch.backends.cudnn.benchmark = False
+        return Want.NOTHING
+
+
+class LeavesEnvironment(Plugin):
+    claim = Claim.EXACT
+
+    def setup(self, context: Context) -> None:
+        os.environ["LEFT_BY_A_PLUGIN"] = "1"
+
+
+class LeavesThread(Plugin):
+    claim = Claim.EXACT
+
+    def setup(self, context: Context) -> None:
+        threading.Thread(target=STOP_THREADS.wait, daemon=True).start()
+
+
+STOP_THREADS = threading.Event()
+
+
+class SwallowsInterrupt(Plugin):
+    claim = Claim.EXACT
+
+    @contextmanager
+    def micro_scope(self, last: bool) -> Iterator[None]:
+        yield
+
+    def recover(self, error: BaseException, profile: Profile) -> Profile | None:
+        return profile
+
+
+class Raises(Plugin):
+    def step(self, event: Stepped) -> Want:
+        raise ZeroDivisionError("on purpose")
+
+
+BROKEN_PLUGINS: list[tuple[type[Plugin], set[str]]] = [
+    (CountsInConfigure, {"configure", "claim"}),
+    (TakesAnyOption, {"options"}),
+    (OtherNumbers, {"claim"}),
+    (CoarseRounding, {"claim"}),
+    (NotLearning, {"claim"}),
+    (Renames, {"parameter names"}),
+    (MovesRandomStateInEval, {"evaluation"}),
+    (KeepsSwappedWeights, {"evaluation", "resume"}),
+    (LeavesEvalMode, {"evaluation", "resume"}),
+    (Forgets, {"resume"}),
+    (LeavesSwitch, {"clean end", "clean after a failed setup", "clean after Ctrl-C"}),
+    (UndoesOnlyInTheEnd, {"clean after Ctrl-C"}),
+    (LeavesEnvironment, {"clean end"}),
+    (LeavesThread, {"clean end", "clean after a failed setup", "clean after Ctrl-C"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "promises"), BROKEN_PLUGINS, ids=[plugin.__name__ for plugin, _ in BROKEN_PLUGINS]
+)
+def test_the_check_finds_what_is_broken_and_nothing_else(
+    plugin: type[Plugin], promises: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.setenv("LEFT_BY_A_PLUGIN", "")
+    STOP_THREADS.clear()
+    checked = check_plugin("one", found=found(one=plugin))
+    STOP_THREADS.set()
+    torch.backends.cudnn.benchmark = False
+    assert {promise.name for promise in broken(checked)} == promises
+
+
+def test_a_good_plugin_breaks_nothing_and_a_raising_one_is_named() -> None:
+    assert broken(check_plugin("one", found=found(one=Good))) == []
+    faults = broken(check_plugin("one", found=found(one=Raises)))
+    assert "trains" in {fault.name for fault in faults}
+    assert all("ZeroDivisionError: on purpose" in fault.detail for fault in faults)
+    with pytest.raises(AssertionError, match=r"one: trains: .*on purpose"):
+        assert_keeps_contract("one", found=found(one=Raises))
+
+
+class HalvesRate(Plugin):
+    def configure(self, profile: Profile) -> Profile:
+        return profile.replace({"train.learning_rate": profile.train.learning_rate / 2})
+
+
+class SetsRate(Plugin):
+    def configure(self, profile: Profile) -> Profile:
+        return profile.replace({"train.learning_rate": 3e-3})
+
+
+class AgainstHalves(Plugin):
+    conflicts = ("halves",)
+
+
+def test_a_pair_that_does_not_commute_is_found() -> None:
+    known = found(halves=HalvesRate, sets=SetsRate, good=Good, against=AgainstHalves)
+    faults = broken(check_pair(("halves", {}), ("sets", {}), found=known))
+    assert [fault.name for fault in faults] == ["commutes"]
+    assert broken(check_pair(("halves", {}), ("good", {}), found=known)) == []
+    (conflict,) = check_pair(("halves", {}), ("against", {}), found=known)
+    assert (conflict.name, conflict.verdict) == ("conflict", Verdict.KEPT)
+    with pytest.raises(Refused, match="not installed"):
+        check_pair(("halves", {}), ("absent", {}), found=known)
+
+
+class NeedsGood(Plugin):
+    claim = Claim.EXACT
+    requires = ("good",)
+
+
+def test_what_a_plugin_requires_is_on_beside_it() -> None:
+    assert_keeps_contract("needs", found=found(needs=NeedsGood, good=Good))
