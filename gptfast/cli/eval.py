@@ -76,8 +76,8 @@ def command(
         )
         return
     partial = f" of {n_targets:,}" if score.tokens < n_targets else ""
-    console.line(f"checkpoint     {folder} (step {step})")
-    console.line(f"data           {store.path}, {split}")
+    console.line(f"checkpoint     {console.path(str(folder))} (step {step})")
+    console.line(f"data           {console.path(str(store.path))}, {split}")
     console.line(f"tokens scored  {score.tokens:,}{partial}")
     console.line(f"loss           {score.loss:.6f} nats per token")
     console.line(f"perplexity     {score.perplexity:.6g}")
