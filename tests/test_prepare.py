@@ -517,9 +517,7 @@ def test_a_killed_run_leaves_nothing_in_the_way(tmp_path: Path) -> None:
     running = subprocess.Popen(
         [sys.executable, "-m", "gptfast", "prepare", text, "--out", tmp_path / "corpus.h5"]
     )
-    while not any(
-        is_spool(handle, tmp_path) for handle in Path(f"/proc/{running.pid}/fd").iterdir()
-    ):
+    while not has_spool(running.pid, tmp_path):
         time.sleep(0.01)
     running.send_signal(signal.SIGKILL)
     assert running.wait() == -signal.SIGKILL, "it was still at work"
