@@ -18,9 +18,12 @@ step, saves and then ends them.
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -43,7 +46,7 @@ from gptfast.plugin import (
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
-    from torch.utils.data import DataLoader, IterableDataset
+    from torch.utils.data import IterableDataset
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -127,6 +130,17 @@ def starting_processes() -> Iterator[None]:
             signal.signal(signal.SIGCHLD, child_handler)
 
 
+def try_locks(workers: int, method: str | None) -> None:
+    """Make as many locks as DataLoader will, which half made cannot clean up behind itself.
+
+    Raises:
+        OSError: shared memory has no room for them.
+    """
+    context = multiprocessing.get_context(method)
+    made = [context.Event(), *(context.Queue() for _ in range(workers + 1))]
+    del made
+
+
 class LoaderSource:
     """`gptfast.plugin.Source` over a DataLoader; its workers start with the first step."""
 
@@ -172,33 +186,36 @@ class LoaderSource:
         self.inner.close()
 
     def _start(self) -> Iterator[Sent | GptfastError]:
-        loader = self._loader()
-        with starting_processes():
-            try:
-                return iter(loader)
-            except OSError as error:
-                raise GptfastError(
-                    f"plugins.loader.workers = {self._options.workers}: so many processes and "
-                    f"their locks in shared memory (/dev/shm) cannot be had ({error.strerror}): "
-                    "enlarge it, as by docker run --shm-size, or set plugins.loader.workers = 0"
-                ) from error
-
-    def _loader(self) -> DataLoader[Sent | GptfastError]:
         import torch
         from torch.utils.data import DataLoader
 
-        workers = self._options.workers
-        return DataLoader(
-            steps_dataset(self.windows, self.step),
-            batch_size=None,  # the dataset yields whole steps
-            num_workers=workers,
-            prefetch_factor=self._options.prefetch_factor if workers else None,
-            pin_memory=self._pin_memory,
-            worker_init_fn=ignore_stop_signals,
-            multiprocessing_context=self._options.start_method if workers else None,
-            # Its own: DataLoader draws a seed, which must not move the training's random state.
-            generator=torch.Generator(),
-        )
+        workers, method = self._options.workers, self._options.start_method
+        try:
+            if workers:
+                try_locks(workers, method)
+            with warnings.catch_warnings(), starting_processes():
+                # More workers than cores: the plugin has said it in its own words.
+                warnings.filterwarnings("ignore", message="This DataLoader will create")
+                return iter(
+                    DataLoader(
+                        steps_dataset(self.windows, self.step),
+                        batch_size=None,  # the dataset yields whole steps
+                        num_workers=workers,
+                        prefetch_factor=self._options.prefetch_factor if workers else None,
+                        pin_memory=self._pin_memory,
+                        worker_init_fn=ignore_stop_signals,
+                        multiprocessing_context=method if workers else None,
+                        # Its own: DataLoader draws a seed, and the training's generator must
+                        # not move.
+                        generator=torch.Generator(),
+                    )
+                )
+        except OSError as error:
+            raise GptfastError(
+                f"plugins.loader.workers = {workers}: so many processes and their locks in shared "
+                f"memory (/dev/shm) cannot be had ({error.strerror}): enlarge it, as by docker run "
+                "--shm-size, or set plugins.loader.workers = 0"
+            ) from error
 
 
 class LoaderOptions(Options):
@@ -220,6 +237,12 @@ class Loader(Plugin):
 
     def setup(self, context: Context) -> None:
         self._pin_memory = context.machine.kind == "cuda"
+        workers, cores = self.options.workers, os.cpu_count() or 1
+        if workers > cores:
+            context.note(
+                f"plugins.loader.workers = {workers} are more than the {cores} cores here: they "
+                "take time from each other"
+            )
 
     def wrap_source(self, source: Source) -> Source:
         return LoaderSource(source, options=self.options, pin_memory=self._pin_memory)
