@@ -1,0 +1,292 @@
+"""How the plugins' hooks are called: folds, owners, scopes, observers, and the way down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from plugin_helpers import enabled, rig_of
+from torch import nn
+from torch.optim import Optimizer
+
+from gptfast.errors import GptfastError, Refused
+from gptfast.hooks import Hooks
+from gptfast.machine import find_machine
+from gptfast.plugin import Context, Evaluated, Options, Plugin, Profile, Stepped, Stepper, Want
+from gptfast.process import differences, process_state
+from gptfast.trainer import PlainStepper
+
+CPU = find_machine("cpu")
+
+
+class Notebook:
+    """What happened, in order."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, line: str) -> None:
+        self.lines.append(line)
+
+
+class Named(Plugin):
+    """Writes down each call; raises where it is told to."""
+
+    class Options(Options):
+        label: str
+        raises: str = ""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.notes = NOTES
+
+    def say(self, hook: str) -> None:
+        self.notes(f"{self.options.label}.{hook}")
+        if hook == self.options.raises:
+            raise ValueError(f"{self.options.label} at {hook}")
+
+    def setup(self, context: Context) -> None:
+        context.undo(lambda: self.say("undo"))
+        self.say("setup")
+
+    def teardown(self) -> None:
+        self.say("teardown")
+
+    @contextmanager
+    def micro_scope(self, last: bool) -> Iterator[None]:
+        self.say(f"enter {last}")
+        try:
+            yield
+        finally:
+            self.say("leave")
+
+    @contextmanager
+    def eval_scope(self) -> Iterator[None]:
+        self.say("enter eval")
+        yield
+        self.say("leave eval")
+
+
+NOTES = Notebook()
+
+
+@pytest.fixture(autouse=True)
+def fresh_notes() -> None:
+    NOTES.lines.clear()
+
+
+def named(*labels: str, **raises: str) -> Hooks:
+    return Hooks(
+        [enabled(label, Named, label=label, raises=raises.get(label, "")) for label in labels],
+        note=NOTES,
+    )
+
+
+def test_everything_is_taken_down_in_reverse_and_once() -> None:
+    hooks = named("a", "b")
+    with hooks:
+        hooks.setup(Profile(), CPU)
+    with hooks:
+        pass
+    assert NOTES.lines == [
+        "a.setup",
+        "b.setup",
+        "b.teardown",
+        "b.undo",
+        "a.teardown",
+        "a.undo",
+    ]
+
+
+def test_a_failed_setup_takes_down_what_had_begun_its_own_half_too() -> None:
+    hooks = named("a", "b", "c", b="setup")
+    said = r"plugin b \(tests 1.0\) failed in setup: .*b at setup"
+    with pytest.raises(GptfastError, match=said), hooks:
+        hooks.setup(Profile(), CPU)
+    assert NOTES.lines[2:] == ["b.teardown", "b.undo", "a.teardown", "a.undo"]
+
+
+def test_the_first_error_is_the_one_reported_and_the_others_are_noted() -> None:
+    hooks = named("a", "b", a="teardown", b="undo")
+    hooks.setup(Profile(), CPU)
+    with pytest.raises(KeyError, match="the run's own"), hooks:
+        raise KeyError("the run's own")
+    assert NOTES.lines[2:] == [
+        "b.teardown",
+        "b.undo",
+        "while stopping: plugin b (tests 1.0) failed in setup's undo: ValueError: b at undo: "
+        "report it to its authors or use --without b",
+        "a.teardown",
+        "while stopping: plugin a (tests 1.0) failed in teardown: ValueError: a at teardown: "
+        "report it to its authors or use --without a",
+        "a.undo",
+    ]
+
+
+def test_an_error_while_stopping_is_reported_where_it_is_the_first() -> None:
+    hooks = named("a", "b", a="teardown", b="teardown")
+    with pytest.raises(GptfastError, match="plugin b "), hooks:
+        hooks.setup(Profile(), CPU)
+    assert NOTES.lines[-1] == "a.undo"
+
+
+def test_scopes_are_left_in_reverse_on_error_too() -> None:
+    hooks = named("a", "b")
+    with pytest.raises(RuntimeError, match="inside"), hooks.micro_scope(last=True):
+        raise RuntimeError("inside")
+    assert NOTES.lines == ["a.enter True", "b.enter True", "b.leave", "a.leave"]
+
+
+def test_a_scope_that_cannot_be_entered_leaves_the_outer_ones() -> None:
+    hooks = named("a", "b", b="enter False")
+    said = r"plugin b .* failed in micro_scope"
+    with pytest.raises(GptfastError, match=said), hooks.micro_scope(last=False):
+        raise AssertionError("never reached")
+    assert NOTES.lines == ["a.enter False", "b.enter False", "a.leave"]
+
+
+class Switches(Plugin):
+    """Uses each way that a context offers to change something."""
+
+    def setup(self, context: Context) -> None:
+        context.setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark)
+        context.enter(torch.autocast("cpu"))
+        torch.set_default_dtype(torch.float64)
+        context.undo(lambda: torch.set_default_dtype(torch.float32))
+        threads = torch.get_num_threads()
+        context.undo(lambda: torch.set_num_threads(threads))
+        torch.set_num_threads(threads + 1)
+
+
+def test_a_context_undoes_all_that_was_done_through_it() -> None:
+    before = process_state(CPU)
+    hooks = Hooks([enabled("switches", Switches)], note=NOTES)
+    with hooks:
+        hooks.setup(Profile(), CPU)
+        assert len(differences(before, process_state(CPU))) == 4
+    assert differences(before, process_state(CPU)) == []
+
+
+class Rate(Plugin):
+    class Options(Options):
+        times: float = 1.0
+        plus: float = 0.0
+
+    def configure(self, profile: Profile) -> Profile:
+        rate = profile.train.learning_rate * self.options.times + self.options.plus
+        return profile.replace({"train.learning_rate": rate})
+
+
+def test_transforms_are_folded_in_order() -> None:
+    twice, more = enabled("twice", Rate, times=2.0), enabled("more", Rate, plus=0.5)
+    profile = Profile.model_validate({"train": {"learning_rate": 0.25}})
+    for chain, rate in (([twice, more], 1.0), ([more, twice], 1.5)):
+        assert Hooks(chain, note=NOTES).configure(profile).train.learning_rate == rate
+
+
+class Owner(Plugin):
+    def build_stepper(self) -> Stepper | None:
+        return PlainStepper()
+
+    def build_optimizer(self, model: nn.Module, profile: Profile) -> Optimizer | None:
+        return torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def recover(self, error: BaseException, profile: Profile) -> Profile | None:
+        return profile
+
+
+class Abstains(Plugin):
+    def build_stepper(self) -> Stepper | None:
+        return None
+
+
+def test_two_owners_clash_and_both_are_named() -> None:
+    one = Hooks([enabled("abstains", Abstains), enabled("one", Owner)], note=NOTES)
+    assert isinstance(one.build_stepper(), PlainStepper)
+    two = Hooks([enabled("one", Owner), enabled("two", Owner)], note=NOTES)
+    calls = {
+        "build_stepper": two.build_stepper,
+        "build_optimizer": lambda: two.build_optimizer(nn.Linear(1, 1), Profile()),
+        "recover": lambda: two.recover(RuntimeError(), Profile()),
+    }
+    for hook, call in calls.items():
+        with pytest.raises(Refused, match=rf"one and two both do {hook}.*--without two"):
+            call()
+
+
+def test_two_owners_clash_before_the_first_step() -> None:
+    with rig_of(one=Owner, two=Owner) as rig, pytest.raises(Refused, match="one and two both"):
+        rig.train(rig.profile())
+
+
+class Wants(Plugin):
+    class Options(Options):
+        want: int
+        raises: bool = False
+
+    def step(self, event: Stepped) -> Want:
+        if self.options.raises:
+            raise OSError("no more room")
+        return Want(self.options.want)
+
+    def evaluated(self, event: Evaluated) -> Want:
+        return Want(self.options.want)
+
+
+def test_observers_answers_are_joined_whatever_their_order() -> None:
+    event = Stepped(1, 2, torch.tensor(1.0), torch.tensor(1.0), 0.1, 4, committed=True)
+    scored = Evaluated(1, 1.0, 4, best=True, seconds=0.1)
+    save = enabled("save", Wants, want=Want.SAVE.value)
+    stop = enabled("stop", Wants, want=Want.STOP.value)
+    for chain in ([save, stop], [stop, save]):
+        hooks = Hooks(chain, note=NOTES)
+        assert hooks.step(event) == Want.SAVE | Want.STOP
+        assert hooks.evaluated(scored) == Want.SAVE | Want.STOP
+    failing = Hooks([enabled("fails", Wants, want=0, raises=True)], note=NOTES)
+    with pytest.raises(GptfastError, match=r"plugin fails .* failed in step: OSError: no more"):
+        failing.step(event)
+
+
+class Remembers(Plugin):
+    class Options(Options):
+        start: int = 0
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.count = options.start
+
+    def state(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_state_goes_under_the_plugins_name_with_package_version_and_options() -> None:
+    states = Hooks([enabled("one", Remembers, start=3)], note=NOTES).state()
+    assert states == {
+        "one": {
+            "package": "tests",
+            "version": "1.0",
+            "options": {"start": 3},
+            "state": {"count": 3},
+        }
+    }
+    fresh = enabled("one", Remembers)
+    missing = Hooks([fresh, enabled("two", Remembers)], note=NOTES).load_state(states)
+    assert missing == ["two"]
+    assert fresh.plugin.state() == {"count": 3}
+
+
+def test_every_hook_of_the_contract_is_called_by_someone() -> None:
+    """A hook that is added to the contract and not called would be a promise nobody keeps."""
+    called = {name for name in vars(Hooks) if not name.startswith("_")} | {"teardown", "supports"}
+    contract = {
+        name
+        for name, value in vars(Plugin).items()
+        if callable(value) and not name.startswith("_") and name != "Options"
+    }
+    assert contract <= called
