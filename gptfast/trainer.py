@@ -113,11 +113,8 @@ class Trainer:
         self._checkpoint = checkpoint
         self._peak_flops = peak_flops
         self._has_val = "val" in store.splits
-        self._has_text = store.tokenizer_name is not None
         # A foreign file of bare ids has no tokenizer to show a text with.
-        self._can_sample = (
-            profile.train.sample_tokens > 0 and store.tokenizer_definition is not None
-        )
+        self._has_text = store.tokenizer_name is not None
 
     # building and taking down ------------------------------------------------------------
 
