@@ -156,6 +156,7 @@ class Trainer:
                 peak_flops=self._peak_flops,
                 skipped_steps=self.progress.step - self.progress.committed,
             )
+            self._saved_step = self.progress.step
             self._leave = stack.pop_all()
         return self
 
@@ -190,6 +191,9 @@ class Trainer:
         while self.progress.step < until and self.stop_reason is None:
             self._after(self.one_step(), last=self.progress.step == until)
         self.journal.flush()
+        if self.stop_reason is not None and self._saved_step != self.progress.step:
+            # A signal that came when it was already decided what to do after the step.
+            self.save()
 
     def interrupt(self, reason: str) -> None:
         """Have the run save and stop after the step, or in the evaluation, that it is in.
@@ -326,6 +330,7 @@ class Trainer:
                 },
             },
         )
+        self._saved_step = step
         self.kept_in.point("latest", step)
         keep = self.profile.train.keep_checkpoints
         self.kept_in.rotate(keep=keep, best=self.progress.best_step)
