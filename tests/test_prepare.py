@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gzip
 import hashlib
 import http.server
 import json
@@ -25,11 +26,12 @@ import pytest
 from data_helpers import INPUTS, TEXT, WordTokenizer, prepared, stored_ids, tiny_shakespeare
 
 from gptfast.cli import main
+from gptfast.data import corpus, shakespeare, writer
 from gptfast.data import prepare as prepare_module
-from gptfast.data import shakespeare, writer
 from gptfast.data.prepare import default_out, prepare
 from gptfast.data.sources import find
 from gptfast.data.store import Store
+from gptfast.data.windows import WindowOrder
 from gptfast.errors import GptfastError, Refused
 
 
@@ -47,6 +49,16 @@ def command(*args: object, folder: Path, **environ: str) -> subprocess.Completed
 def only(folder: Path, *names: str) -> bool:
     """Whether `folder` holds just these, hidden ones counted."""
     return sorted(path.name for path in folder.iterdir()) == sorted(names)
+
+
+def has_spool(pid: int, folder: Path) -> bool:
+    """Whether a process has a file open that lies in `folder` and has no name."""
+    for handle in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            target = str(handle.readlink())
+            if target.startswith(str(folder)) and target.endswith("(deleted)"):
+                return True
+    return False
 
 
 # the well-known numbers --------------------------------------------------------------------------
@@ -216,6 +228,27 @@ def test_documents_get_one_separator_each_and_stay_whole(folder: Path, tmp_path:
     assert (result.n_documents, result.n_empty) == (3, 1)
     assert (result.train.n_documents, result.val.n_documents) == (2, 1)
     assert store.bytes_of("train", store.n_tokens("train")) == store.n_bytes("train") == 260
+
+
+def test_the_size_of_a_chunk_changes_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One separator at the end of a document, not of each chunk; one document start."""
+    _, whole = prepared(tmp_path, folder)
+    expected = [stored_ids(whole), whole.documents("train").tolist()]
+    monkeypatch.setattr(corpus, "_BLOCK", 20)
+    seen: list[tuple[int, int, int]] = []
+    _, cut = prepared(tmp_path, folder, force=True, progress=lambda *now: seen.append(now))
+    assert len(seen) > 10
+    assert [stored_ids(cut), cut.documents("train").tolist()] == expected
+
+
+def test_one_character_is_for_training(tmp_path: Path) -> None:
+    """TXT-01: and too short for a window, which says so."""
+    _, store = prepared(tmp_path, TEXT / "one_token.txt")
+    assert [(s, store.n_tokens(s)) for s in store.splits] == [("train", 1)]
+    with pytest.raises(Refused, match="1 < 65 tokens"):
+        WindowOrder(seed=1, split="train", n_tokens=store.n_tokens("train"), block_size=64)
 
 
 def test_without_a_validation_split_every_document_is_for_training(
@@ -461,6 +494,29 @@ def test_ctrl_c_in_the_same_place_is_ctrl_c(six: list[Path], tmp_path: Path) -> 
     assert only(tmp_path, "six")
 
 
+@pytest.mark.parametrize(
+    ("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
+)
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to look inside")
+def test_a_signal_ends_it_soon_and_leaves_nothing(
+    signum: signal.Signals, exit_code: int, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(gzip.decompress((INPUTS / "tinyshakespeare.txt.gz").read_bytes()) * 40)
+    running = subprocess.Popen(
+        [sys.executable, "-m", "gptfast", "prepare", text, "--out", tmp_path / "corpus.h5"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not has_spool(running.pid, tmp_path):
+        time.sleep(0.01)
+    running.send_signal(signum)
+    _, err = running.communicate(timeout=20)
+    assert running.returncode == exit_code
+    assert "Traceback" not in err
+    assert only(tmp_path, "text.txt")
+
+
 def test_a_text_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("1 2 3")
@@ -497,16 +553,6 @@ def test_a_full_disk_leaves_nothing(limit: int, tmp_path: Path) -> None:
     assert f"{old}: cannot be written (" in line
     assert old.read_text() == "older file"
     assert only(tmp_path, "old.h5", "tinyshakespeare.txt")
-
-
-def has_spool(pid: int, folder: Path) -> bool:
-    """Whether a process has a file open that lies in `folder` and has no name."""
-    for handle in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            target = str(handle.readlink())
-            if target.startswith(str(folder)) and target.endswith("(deleted)"):
-                return True
-    return False
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to look inside")

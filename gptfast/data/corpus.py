@@ -19,7 +19,8 @@ from gptfast.errors import GptfastError, Refused
 OnInvalid = Literal["strict", "replace"]
 """What to do with bytes that are not UTF-8: refuse the file, or put U+FFFD for each of them."""
 
-_BLOCK = 1 << 20
+_BLOCK = 1 << 18
+"""Bytes read at a time: enough to be worth a thread, few enough to give every thread some."""
 _MAGIC = {
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",
@@ -63,7 +64,7 @@ class Survey:
 
 
 def read_pieces(document: Document, *, errors: OnInvalid) -> Iterator[Piece]:
-    """The text of a document, a mebibyte at a time.
+    """The text of a document, a quarter of a mebibyte at a time.
 
     Raises:
         Refused: not UTF-8 text.
@@ -126,43 +127,34 @@ class Chunks:
     chunks are the ids of the text. A text without such a place becomes one chunk.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        """Characters to gather before a cut is looked for."""
-        self._text: list[str] = []
-        self._gathered = 0
-        self._searched = 0
+    def __init__(self) -> None:
+        self._parts: list[str] = []
 
     def feed(self, text: str) -> Iterator[str]:
         """What can be cut off after this much more text."""
-        self._text.append(text)
-        self._gathered += len(text)
-        if self._gathered - self._searched < self._size:
-            return
-        joined = "".join(self._text)
-        cut = last_cut(joined, self._searched)
+        cut = last_cut(text)
         if cut:
-            yield joined[:cut]
-        self._text = [joined[cut:]]
-        self._gathered = len(joined) - cut
-        # What has been searched in vain is not searched again.
-        self._searched = self._gathered
+            yield "".join([*self._parts, text[:cut]])
+            self._parts = [text[cut:]]
+        else:
+            self._parts.append(text)
 
     def rest(self) -> Iterator[str]:
         """What is left at the end of the text."""
-        if self._gathered:
-            yield "".join(self._text)
-        self._text, self._gathered, self._searched = [], 0, 0
+        text = "".join(self._parts)
+        if text:
+            yield text
+        self._parts = []
 
 
-def last_cut(text: str, low: int) -> int:
-    """The last place from `low` on where the text may be cut; 0: there is none."""
+def last_cut(text: str) -> int:
+    """The last place where the text may be cut; 0: there is none."""
     at = len(text)
-    while (at := text.rfind(" ", low, at)) > 0:
+    while (at := text.rfind(" ", 0, at)) > 0:
         if not text[at - 1].isspace():
             return at
     at = len(text) - 1
-    while (at := text.rfind("\n", low, at)) > 0:
+    while (at := text.rfind("\n", 0, at)) > 0:
         after = text[at + 1]
         # o200k_base has tokens of punctuation, newlines and slashes.
         if not text[at - 1].isspace() and not after.isspace() and after != "/":

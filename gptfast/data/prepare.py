@@ -41,8 +41,6 @@ Progress = Callable[[int, int, int], None]
 A = TypeVar("A")
 B = TypeVar("B")
 
-_CHUNK_CHARS = 1 << 18
-
 
 @dataclass(frozen=True)
 class SplitCount:
@@ -293,7 +291,7 @@ class _Part:
     def __init__(self, number: int, split: str) -> None:
         self.split = split
         self._number = number
-        self._chunks = Chunks(_CHUNK_CHARS)
+        self._chunks = Chunks()
         self._first = True
 
     def feed(self, text: str, raw_done: int) -> Iterator[_Chunk]:
