@@ -169,10 +169,13 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     definition = checkpoint.tokenizer_definition()
     if definition is None:
         return None
+    path = checkpoint.folder / "tokenizer.json"
     try:
         return from_definition(definition)
+    except Refused as error:
+        raise Refused(f"{path}: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Refused(
-            f"{checkpoint.folder / 'tokenizer.json'}: does not describe a tokenizer "
-            f"({type(error).__name__}: {error}): use an older checkpoint"
+            f"{path}: does not describe a tokenizer ({type(error).__name__}: {error}): "
+            "use an older checkpoint"
         ) from error
