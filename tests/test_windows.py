@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gptfast.data.windows import WindowOrder
@@ -53,6 +53,7 @@ def test_ranks_share_the_step_of_one_process(
 
 
 @settings(deadline=None, max_examples=60)
+@example(windows=order(6, 1), first=1, batch_size=3)
 @given(windows=orders(), first=st.integers(1, 50), batch_size=st.integers(1, 16))
 def test_steps_join_without_gap_or_overlap(
     windows: WindowOrder, first: int, batch_size: int

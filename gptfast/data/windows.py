@@ -80,7 +80,10 @@ class WindowOrder:
         place = np.where(visit < first, visit, (visit - first) % later)
 
         keys = _mix(self._key() + epoch.astype(np.uint64) * _GOLDEN)
-        windows = _permute(place, np.where(epoch == 0, first, later), keys)
+        # Bits for the first epoch in every one: an epoch's order must not depend on what else is
+        # in the batch.
+        half_bits = max(1, ((first - 1).bit_length() + 1) // 2)
+        windows = _permute(place, np.where(epoch == 0, first, later), keys, half_bits=half_bits)
         slack = self.n_tokens - 1 - later * self.block_size
         phase = (_mix(keys ^ _PHASE) % np.uint64(slack + 1)).astype(np.int64)
         return windows * self.block_size + np.where(epoch == 0, 0, phase)
@@ -103,15 +106,18 @@ def _mix(x: UInt64s) -> UInt64s:
     return mixed
 
 
-def _permute(place: NDArray[np.int64], n: NDArray[np.int64], keys: UInt64s) -> NDArray[np.int64]:
+def _permute(
+    place: NDArray[np.int64], n: NDArray[np.int64], keys: UInt64s, *, half_bits: int
+) -> NDArray[np.int64]:
     """Where a keyed permutation of range(n) sends each place; n and key for each place.
 
-    A Feistel network permutes the next power of four; a value that falls outside of range(n) goes
-    through it again until one falls inside (cycle walking), which keeps it a permutation.
+    A Feistel network permutes range(4**half_bits), which is n or more; a value that falls outside
+    of range(n) goes through it again until one falls inside (cycle walking), which keeps it a
+    permutation.
 
     Source: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002.
     """
-    half = np.uint64(max(1, (int(n.max() - 1).bit_length() + 1) // 2))
+    half = np.uint64(half_bits)
     value = _feistel(place.astype(np.uint64), half, keys)
     limit = n.astype(np.uint64)
     while (outside := np.flatnonzero(value >= limit)).size:
