@@ -47,9 +47,9 @@ def chunked_token_loss(
         targets_BT: int64, IGNORE where a token is not scored.
         chunk_tokens: tokens whose logits exist at a time.
     """
-    x_NC, targets_N = x_BTC.flatten(0, 1), targets_BT.flatten()
     import torch
 
+    x_NC, targets_N = x_BTC.flatten(0, 1), targets_BT.flatten()
     in_float32 = x_BTC.dtype == torch.float32 and not torch.is_autocast_enabled(x_BTC.device.type)
     if in_float32 and softcap is None and has_linear_cross_entropy():
         return _by_torch(x_NC, head_VC[:vocab_size], targets_N, chunk_tokens)

@@ -17,7 +17,8 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
+"""Modes that replay CUDA graphs, which write their results to the same memory each time."""
 
 
 def compile_loss(model: nn.Module, compiler: Compiler) -> None:
@@ -57,7 +60,8 @@ def compile_loss(model: nn.Module, compiler: Compiler) -> None:
         from torch._dynamo.exc import TorchDynamoException
 
         try:
-            return compiled(self, tokens_BT, targets_BT)
+            # A CUDA graph writes each loss to one place; an evaluation keeps many.
+            return compiled(self, tokens_BT, targets_BT).clone()
         except (TorchDynamoException, OSError) as error:
             raise GptfastError(
                 f"plugin compile: torch.compile failed on the model: {explain(error)}: "
@@ -66,6 +70,15 @@ def compile_loss(model: nn.Module, compiler: Compiler) -> None:
 
     # A bound method, so that a deep copy of the model gets one bound to the copy.
     model.forward = MethodType(forward, model)
+
+
+@contextmanager
+def own_gradients(model: nn.Module) -> Iterator[None]:
+    """On leaving, gradients are copied out of what the next replay of a CUDA graph overwrites."""
+    yield
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.clone()
 
 
 def compile_step(optimizer: Optimizer, compiler: Compiler) -> None:
@@ -117,6 +130,8 @@ class Compile(Plugin):
     tolerance = 5e-3
     Options = CompileOptions
 
+    _model: nn.Module
+
     def supports(self, machine: Machine) -> Support:
         try:
             self._trial(machine)
@@ -138,7 +153,12 @@ class Compile(Plugin):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         compile_loss(model, self._compiled)
+        self._model = model
         return model
+
+    def micro_scope(self, last: bool) -> AbstractContextManager[object]:
+        replays = self.options.mode in GRAPH_MODES
+        return own_gradients(self._model) if replays and not last else nullcontext()
 
     def ready(self, parts: Parts) -> None:
         if self.options.optimizer:
@@ -156,12 +176,17 @@ class Compile(Plugin):
         return compiled
 
     def _trial(self, machine: Machine) -> None:
+        import warnings
+
         import torch
 
         def line(x: Tensor) -> Tensor:
             return (x.sin() + 1).sum()
 
-        self._compiled(line)(torch.zeros(8, 8, device=machine.device))
+        with warnings.catch_warnings():
+            # torch's compiler uses on import what torch itself calls deprecated.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._compiled(line)(torch.zeros(8, 8, device=machine.device))
         if self.options.backend == "inductor":
             from tempfile import TemporaryFile
 

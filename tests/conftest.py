@@ -74,8 +74,13 @@ def _process_switches() -> list[Switch]:
     ]
 
 
-FOREIGN_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-"""Set by pytest, and by torch when its compiler is imported."""
+FOREIGN_VARIABLES = (
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
+)
+"""Set by pytest, and by torch when its compiler is imported or at work."""
 
 
 def _environment() -> dict[str, str]:
