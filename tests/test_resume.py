@@ -1,0 +1,262 @@
+"""Stopped and resumed equals uninterrupted; what may change on the way, and what may not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plugin_helpers import found
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gptfast import registry
+from gptfast.cli import main
+from gptfast.machine import find_machine
+from gptfast.model import GPT
+from gptfast.plugin import Plugin, Profile, Stepped, Stepper, Want
+from gptfast.registry import discover
+from gptfast.runs import Run
+from gptfast.tiny import build_rig, write_tiny_store
+from gptfast.trainer import PlainStepper
+
+
+class Averages(Plugin):
+    """A plugin whose state is a tensor and a count, and which steers the run by them."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.mean = torch.zeros(())
+        self.count = 0
+
+    def build_stepper(self) -> Stepper:
+        return Steered(self)
+
+    def step(self, event: Stepped) -> Want:
+        self.count += 1
+        self.mean += (event.loss - self.mean) / self.count
+        return Want.NOTHING
+
+    def state(self) -> dict[str, Any]:
+        return {"mean": self.mean, "count": self.count}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.mean, self.count = state["mean"], state["count"]
+
+
+class Steered(PlainStepper):
+    """Gradients grow with the average loss, so that a lost average is a lost run."""
+
+    def __init__(self, owner: Averages) -> None:
+        self.owner = owner
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1 + self.owner.mean)
+
+
+KNOWN = {**discover(), **found(averages=Averages)}
+
+Losses = list[float]
+
+
+def losses(run: Run) -> dict[int, tuple[float, float]]:
+    """Loss and learning rate of each step, by step; each step once."""
+    records = [r for r in run.metrics() if r["kind"] == "step"]
+    by_step = {r["step"]: (r["loss"], r["learning_rate"]) for r in records}
+    assert len(by_step) == len(records)
+    return by_step
+
+
+def weights(run: Run) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(run.latest().folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("workers", "stops"),
+    [(None, (10,)), (None, (3, 7, 17)), (0, (10,)), (2, (10,))],
+    ids=["10 + 10", "three stops", "no workers", "two workers"],
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    tmp_path: Path, workers: int | None, stops: tuple[int, ...]
+) -> None:
+    """RES-01: dropout, micro-batches, a stateful plugin, later epochs, with and without workers."""
+    plugins: dict[str, dict[str, Any]] = {"averages": {}}
+    if workers is not None:
+        plugins["loader"] = {"workers": workers}
+    with build_rig(plugins, machine=find_machine("cpu"), found=KNOWN) as rig:
+        profile = rig.profile(
+            model__dropout=0.1,
+            train__micro_batch=2,
+            train__steps=20,
+            train__eval_interval=5,
+        )
+        straight = Run.create(tmp_path / "straight", profile_toml=profile.to_toml())
+        rig.train(profile, run=straight)
+        stopped = Run.create(tmp_path / "stopped", profile_toml=profile.to_toml())
+        rig.train(profile, run=stopped, until=stops[0])
+        for stop in (*stops[1:], None):
+            rig.train(profile, run=stopped, checkpoint=stopped.latest(), until=stop)
+        assert losses(stopped) == losses(straight)
+        assert sorted(losses(stopped)) == list(range(1, 21))
+        one, other = weights(stopped), weights(straight)
+        assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
+        states = [run.latest().load_trainer()["plugins"]["averages"] for run in (stopped, straight)]
+        assert states[0] == states[1]
+        assert states[0]["state"]["count"] == 20
+
+
+# through the command line ----------------------------------------------------------------------
+
+Train = Callable[..., int]
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: Path) -> Train:
+    """`train(*args)`: `gptfast train` in an empty folder on a tiny file."""
+    write_tiny_store(tmp_path / "tiny.h5")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "discover", lambda: KNOWN)
+    (tmp_path / "gptfast.toml").write_text(
+        (inputs / "profiles" / "tiny.toml").read_text() + '\n[data]\npath = "tiny.h5"\n'
+    )
+
+    def train(*args: str) -> int:
+        small = ("--set", "model.block_size=16") if "--resume" not in args else ()
+        return main(["train", "--run", "one", "--device", "cpu", *small, *args])
+
+    return train
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "runs" / "one")
+
+
+def test_ten_and_ten_is_twenty(train: Train, run: Run, tmp_path: Path) -> None:
+    assert train("--stop-at", "10") == 0
+    assert run.steps() == [10]
+    assert train("--resume") == 0
+    assert train("--run", "two") == 0
+    assert losses(run) == losses(Run(tmp_path / "runs" / "two"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("model.n_layer=3", "model.n_layer 2 -> 3"),
+        ("model.block_size=32", "model.block_size 16 -> 32"),
+    ],
+)
+def test_another_shape_is_refused_in_one_line(
+    train: Train, run: Run, capsys: Captured, change: str, said: str
+) -> None:
+    """RES-05."""
+    assert train("--stop-at", "2") == 0
+    capsys.readouterr()
+    assert train("--resume", "--set", change) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert run.steps() == [2]
+
+
+def test_another_data_file_is_refused(train: Train, run: Run, capsys: Captured) -> None:
+    """RES-05."""
+    assert train("--stop-at", "2") == 0
+    write_tiny_store(run.folder.parent.parent / "other.h5", train_tokens=300)
+    capsys.readouterr()
+    assert train("--resume", "--set", "data.path=other.h5") == 2
+    error = capsys.readouterr().err
+    assert "other data" in error
+    assert "other.h5" in error
+
+
+def test_another_learning_rate_and_length_are_taken_and_said(
+    train: Train, run: Run, capsys: Captured
+) -> None:
+    """RES-05."""
+    assert train("--stop-at", "5") == 0
+    changes = ("--set", "train.learning_rate=2e-3", "--set", "train.steps=8")
+    capsys.readouterr()
+    assert train("--resume", *changes, "--set", "train.schedule=constant") == 0
+    out = capsys.readouterr()
+    said = out.out + out.err
+    assert "train.learning_rate 0.001 -> 0.002" in said
+    assert "train.steps 20 -> 8" in said
+    rates = losses(run)
+    assert rates[5][1] < 1e-3
+    assert [rates[step][1] for step in (6, 7, 8)] == [2e-3] * 3
+    assert sorted(rates) == list(range(1, 9))
+
+
+def test_a_missing_plugin_state_is_named_in_one_line(
+    train: Train, run: Run, capsys: Captured
+) -> None:
+    """RES-10."""
+    assert train("--stop-at", "3") == 0
+    capsys.readouterr()
+    assert train("--resume", "--plugin", "averages", "--stop-at", "4") == 0
+    out = capsys.readouterr()
+    assert (out.out + out.err).count("no state of averages: they start afresh") == 1
+
+
+class Scripted(Plugin):
+    """Ruins the weights after step 4, so that no later evaluation is the best."""
+
+    def ready(self, parts: Any) -> None:
+        self.model = parts.raw_model
+
+    def step(self, event: Stepped) -> Want:
+        if event.step > 4:
+            with torch.no_grad():
+                self.model.wte.weight.mul_(100.0)
+        return Want.EVAL
+
+
+def test_the_best_stays_the_best_over_a_resume(
+    train: Train, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RES-10: the memory of the best survives, and its checkpoint too."""
+    monkeypatch.setattr(registry, "discover", lambda: {**KNOWN, **found(scripted=Scripted)})
+    assert train("--plugin", "scripted", "--stop-at", "4") == 0
+    assert (run.folder / "best").read_text() == "step-000004\n"
+    assert train("--resume", "--stop-at", "8") == 0
+    evaluations = [r for r in run.metrics() if r["kind"] == "eval"]
+    assert [r["step"] for r in evaluations] == list(range(1, 9))
+    assert not any(r["best"] for r in evaluations[4:])
+    assert (run.folder / "best").read_text() == "step-000004\n"
+    assert 4 in run.steps()
+    assert run.steps()[-2:] == [7, 8]
+    assert run.checkpoint_folder(4).joinpath("model.safetensors").exists()
+
+
+def test_resuming_what_was_never_started_is_refused(train: Train, capsys: Captured) -> None:
+    assert train("--resume") == 2
+    assert "no checkpoint to resume from" in capsys.readouterr().err
+
+
+def test_a_finished_run_resumed_is_unchanged(train: Train, run: Run) -> None:
+    assert train("--set", "train.steps=3") == 0
+    before = weights(run)
+    assert train("--resume") == 0
+    after = weights(run)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert sorted(losses(run)) == [1, 2, 3]
+
+
+def test_the_profile_in_the_folder_is_the_whole_one(train: Train, run: Run) -> None:
+    from gptfast.config import load
+
+    assert train("--set", "train.steps=2") == 0
+    loaded = load(config=run.folder / "profile.toml").profile
+    assert isinstance(loaded, Profile)
+    assert (loaded.train.steps, loaded.model.vocab_size) == (2, 61)
+    GPT(loaded.model).load_state_dict(weights(run))
