@@ -241,6 +241,9 @@ def serve(requests: Iterator[str], answer: Callable[[dict[str, Any]], None]) -> 
                     rung, built = standing.enter_context(
                         built_rung(profile, device=request["device"], plugin=request["plugin"])
                     )
+                    # What stands now stays: a collection between laps need not look through it.
+                    gc.freeze()
+                    standing.callback(gc.unfreeze)
                     answer(asdict(built))
             # Whatever a plugin or torch may raise: it is a row of the table, not its end.
             except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,9 @@ from gptfast.errors import Refused
 
 if TYPE_CHECKING:
     from gptfast.config import Loaded
+
+TEMPORARY = ".bench.json.tmp"
+"""Beside bench.json while it is written."""
 
 
 @click.command()
@@ -77,8 +81,10 @@ def command(
         )
         replace_text(folder / "bench.json", result.to_json())
     except BaseException:
-        for path in made:
-            path.rmdir()
+        (folder / TEMPORARY).unlink(missing_ok=True)
+        with suppress(OSError):  # somebody else's result is in one of them by now
+            for path in made:
+                path.rmdir()
         raise
     for warning in result.warnings:
         app.console.warn(warning)
@@ -103,7 +109,7 @@ def _make(folder: Path) -> list[Path]:
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".bench.json.tmp"
+        probe = folder / TEMPORARY
         probe.touch()
         probe.unlink()
     except OSError as error:
