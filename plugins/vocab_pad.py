@@ -8,8 +8,8 @@ odd and the head is a large share of the work.
 Costs: up to `multiple - 1` rows of memory; slightly slower where the vocabulary is small. A
 checkpoint keeps the padded shape: continue it with this plugin on.
 Claim: exact. The function and its gradient are the same; a matrix library may add in another
-order for another number of rows. Measured on a CPU over 20 steps with vocabularies of 61, 65, 257
-and 50,257: losses equal within 1e-6.
+order for another number of rows. Measured on a CPU over 20 steps: equal bits with vocabularies of
+61, 65, 257 and 50,257, a difference of 7e-8 with 1,000; hence the tolerance of 1e-6.
 Source: Karpathy 2023, https://github.com/karpathy/nanoGPT/pull/86
 """
 
