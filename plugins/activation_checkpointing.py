@@ -47,7 +47,7 @@ class ActivationCheckpointingOptions(Options):
 
 
 class ActivationCheckpointing(Plugin):
-    summary = "activations computed again instead of kept: less memory, more time"
+    summary = "Activations computed again instead of kept: less memory, more time"
     stage = Stage.RECOMPUTE
     claim = Claim.EXACT
     Options = ActivationCheckpointingOptions

@@ -71,7 +71,7 @@ class AmpOptions(Options):
 
 
 class Amp(Plugin):
-    summary = "matrix products in bf16 or fp16, everything that is summed in float32"
+    summary = "Matrix products in bf16 or fp16, weights and sums in float32"
     stage = Stage.SURGERY
     claim = Claim.ROUNDING
     tolerance = 2e-2

@@ -121,7 +121,7 @@ class ChunkedLossOptions(Options):
 
 
 class ChunkedLoss(Plugin):
-    summary = "head and loss a few tokens at a time: the full logits never exist"
+    summary = "Head and loss a few tokens at a time: the full logits never exist"
     stage = Stage.SURGERY
     claim = Claim.ROUNDING
     tolerance = 1e-3

@@ -124,7 +124,7 @@ class CompileOptions(Options):
 
 
 class Compile(Plugin):
-    summary = "forward and backward as fused kernels by torch.compile"
+    summary = "Forward and backward as fused kernels by torch.compile"
     stage = Stage.COMPILE
     claim = Claim.ROUNDING
     tolerance = 5e-3

@@ -46,7 +46,7 @@ class FlashOptions(Options):
 
 
 class Flash(Plugin):
-    summary = "fused attention: no T x T matrix in memory"
+    summary = "Fused attention: no T x T matrix in memory"
     stage = Stage.SURGERY
     claim = Claim.ROUNDING
     tolerance = 5e-3

@@ -47,7 +47,7 @@ def tf32_matmul() -> Iterator[None]:
 
 
 class Tf32(Plugin):
-    summary = "float32 matrix products on tensor cores, with a 10-bit mantissa"
+    summary = "Float32 matrix products on tensor cores, with a 10-bit mantissa"
     stage = Stage.SURGERY
     claim = Claim.ROUNDING
     tolerance = 1e-2
