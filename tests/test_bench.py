@@ -276,7 +276,7 @@ def quarter_second(plugins: Sequence[str], tick: int) -> float:
 
 def test_figures_of_a_rung() -> None:
     """BEN-05 and the rest of the arithmetic: 0.25 s a step of 25,000 tokens."""
-    machine = FakeMachine(quarter_second, compile_s={"doubling": 40.0})
+    machine = FakeMachine(quarter_second, compile_s={"baseline": 10.0, "doubling": 50.0})
     baseline, doubled, same = climb(machine, DOUBLING, SAME).rungs
     assert [r.name for r in (baseline, doubled, same)] == ["baseline", "+ doubling", "+ same"]
     assert baseline.step_ms == pytest.approx(250.0)
@@ -288,8 +288,8 @@ def test_figures_of_a_rung() -> None:
     assert doubled.over_baseline.times == pytest.approx(2.0)
     assert doubled.over_baseline.significant
     assert doubled.warmup is not None
-    assert doubled.warmup.compile_s == pytest.approx(40.0)
-    assert doubled.pays_back_steps == 320  # 40 s at 125 ms a step
+    assert doubled.warmup.compile_s == pytest.approx(50.0)
+    assert doubled.pays_back_steps == 320  # 40 s more at 125 ms a step
     assert doubled.plugins == ["doubling"]
     assert same.plugins == ["doubling", "same"]
     assert same.over_baseline == doubled.over_baseline
@@ -561,9 +561,15 @@ def test_what_a_worker_answers(
         "out of memory: plugin hungry (bench-plugins 2.0) failed in step: MemoryError: 17 TiB: "
         "report it to its authors or use --without hungry"
     )
-    built, lap = serve(None, {"do": "advance", "steps": 3, "lead_in": 2})
+    built, lap, second = serve(
+        None,
+        {"do": "advance", "steps": 3, "lead_in": 2},
+        {"do": "advance", "steps": 1, "lead_in": 1},
+    )
     assert built["plugins"] == []
     assert (lap["steps"], lap["tokens"], len(lap["losses"])) == (3, 3 * 4 * 16, 5)
+    assert len(second["losses"]) == 2
+    assert not set(second["losses"]) & set(lap["losses"])
     assert lap["n_micro"] == 1
     assert 0 < lap["data_wait_ms"] < lap["seconds"] / 3 * 1e3
 
