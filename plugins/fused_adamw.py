@@ -50,7 +50,7 @@ class FusedAdamW(Plugin):
     summary = "AdamW in one kernel for all tensors"
     stage = Stage.OUTER
     claim = Claim.ROUNDING
-    tolerance = 1e-4
+    tolerance = 1e-5
 
     def supports(self, machine: Machine) -> Support:
         try:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -291,6 +292,16 @@ def wait_for_steps(process: Any, folder: Path, steps: int) -> None:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < end, "it does not train"
         time.sleep(0.05)
+
+
+def test_a_signal_while_a_step_is_logged_saves_that_step(rig: Rig, tmp_path: Path) -> None:
+    """Then it is already decided that this step needs no checkpoint."""
+    run = Run.create(tmp_path / "run", profile_toml="")
+    trainer, recorder = rig.trainer(rig.profile({}, train__eval_interval=0), run=run)
+    recorder.logged = lambda record: trainer.interrupt("SIGINT")  # type: ignore[method-assign]
+    with trainer:
+        trainer.run()
+    assert run.steps() == [trainer.progress.step] == [1]
 
 
 @needs_proc
