@@ -221,4 +221,5 @@ def sample_text(
         forward_scope=forward_scope,
         vocab_size=tokenizer.vocab_size,
     )
-    return prompt + "".join(text_pieces(tokenizer, tokens))
+    with eval_mode(model):  # once for all tokens
+        return prompt + "".join(text_pieces(tokenizer, tokens))

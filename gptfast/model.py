@@ -157,7 +157,8 @@ def plain_attention(
         k_BGSD = k_BGSD.repeat_interleave(group, dim=1)
         v_BGSD = v_BGSD.repeat_interleave(group, dim=1)
     scores_BHTS = q_BHTD @ k_BGSD.transpose(-2, -1) / math.sqrt(q_BHTD.size(-1))
-    scores_BHTS = scores_BHTS.masked_fill(~mask_TS, -math.inf)
+    if len(mask_TS) > 1:  # a single new token may see everything
+        scores_BHTS = scores_BHTS.masked_fill(~mask_TS, -math.inf)
     return F.dropout(scores_BHTS.softmax(dim=-1), dropout) @ v_BGSD
 
 
