@@ -66,3 +66,24 @@ def lr_factor(train: TrainConfig, step: int) -> float:
     if train.schedule == "wsd":
         return 1.0 + (floor - 1.0) * progress
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def set_lr(group: dict[str, Any], lr: float) -> None:
+    """A tensor rate is filled in place: a compiled optimizer step must not see a new number."""
+    if isinstance(group["lr"], int | float):
+        group["lr"] = lr
+    else:
+        group["lr"].fill_(lr)
+
+
+class PlainStepper:
+    """Backward, nothing to unscale, step; `gptfast.plugin.Stepper`."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def unscale(self, optimizer: Optimizer) -> None: ...
+
+    def step(self, optimizer: Optimizer) -> bool:
+        optimizer.step()
+        return True

@@ -12,7 +12,6 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,24 +27,11 @@ from gptfast.evaluate import Score, evaluate
 from gptfast.hooks import Hooks
 from gptfast.journal import Journal
 from gptfast.model import GPT, count_parameters, flops_per_token
-from gptfast.optim import build_adamw, lr_factor
+from gptfast.optim import PlainStepper, build_adamw, lr_factor, set_lr
 from gptfast.plugin import Batch, Evaluated, Machine, Parts, Profile, Source, Stepped, Stepper, Want
 from gptfast.randomness import random_state, random_state_kept, set_random_state
 from gptfast.report import Listener, Silent
 from gptfast.runs import Run
-
-
-class PlainStepper:
-    """Backward, nothing to unscale, step; `gptfast.plugin.Stepper`."""
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-    def unscale(self, optimizer: Optimizer) -> None: ...
-
-    def step(self, optimizer: Optimizer) -> bool:
-        optimizer.step()
-        return True
 
 
 @dataclass
@@ -419,11 +405,3 @@ class Trainer:
 def due(interval: int, step: int) -> bool:
     """Whether something done every `interval` steps is done after `step`; 0: never."""
     return interval > 0 and step % interval == 0
-
-
-def set_lr(group: dict[str, Any], lr: float) -> None:
-    """A tensor rate is filled in place: a compiled optimizer step must not see a new number."""
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(lr)
-    else:
-        group["lr"] = lr

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from gptfast.optim import PlainStepper
 from gptfast.plugin import Claim, Machine, Plugin, Stepped, Stepper, Support, Want
-from gptfast.trainer import PlainStepper
 
 sys.stdout.write("noise on stdout while it is imported\n")
 

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from gptfast.errors import GptfastError, Refused
 from gptfast.hooks import Hooks
 from gptfast.machine import find_machine
+from gptfast.optim import PlainStepper
 from gptfast.plugin import Context, Evaluated, Options, Plugin, Profile, Stepped, Stepper, Want
 from gptfast.process import differences, process_state
-from gptfast.trainer import PlainStepper
 
 CPU = find_machine("cpu")
 
