@@ -14,10 +14,12 @@ for, unless it is given another machine.
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,9 @@ from gptfast.tiny import (
     copied,
     require_equal_tensors,
 )
+
+GRACE_S = 2.0
+"""How long a thread or a process may take to end once the run is over."""
 
 
 class Verdict(Enum):
@@ -164,6 +169,11 @@ class _Single:
         planned = {enabled.name: enabled for enabled in rig.plan(self.profile)}
         self.plugin = planned[name].plugin
 
+    @cached_property
+    def first(self) -> Outcome:
+        """The first run with it."""
+        return self.rig.train(self.profile)
+
     def promises(self) -> list[Promise]:
         always = [_promise("options", self.options), _promise("configure", self.configure)]
         unsupported = self.rig.unsupported(self.profile)
@@ -205,23 +215,22 @@ class _Single:
         return ""
 
     def trains(self) -> str:
-        losses = self.rig.train(self.profile).losses
+        losses = self.first.losses
         if len(losses) != STEPS or not np.isfinite(losses).all():
             raise Broken(f"losses of {STEPS} steps: {losses}")
         return f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {STEPS} steps"
 
     def claim(self) -> str:
-        with_it = self.rig.train(self.profile)
         claim, tolerance = self.plugin.claim, self.plugin.tolerance
         if claim is Claim.RECIPE:
-            first, last = with_it.losses[0], with_it.losses[-1]
+            first, last = self.first.losses[0], self.first.losses[-1]
             if not last < first:
                 raise Broken(f"recipe: the loss does not fall: {first:.4f} -> {last:.4f}")
             return f"recipe: loss {first:.3f} -> {last:.3f}"
         without = self.rig.train(self.baseline)
-        difference = self.rig.difference(with_it.losses, without.losses)
+        difference = self.rig.difference(self.first.losses, without.losses)
         if tolerance == 0:
-            self.rig.require_equal(with_it, without, what="with and without it")
+            self.rig.require_equal(self.first, without, what="with and without it")
             return f"{claim.value}: equal to the baseline"
         if not difference <= tolerance:
             raise Broken(f"{claim.value}: losses differ by {difference:.1e}, over {tolerance:.1e}")
@@ -262,10 +271,7 @@ class _Single:
 
     def clean_end(self) -> str:
         with _switches_as_found(self.rig.machine):
-            self.rig.train(self.profile)
-        # Of the second run: torch starts threads of its own in the first, and keeps them.
-        with _helpers_gone():
-            self.rig.train(self.profile)
+            _ = self.first
         return ""
 
     def clean_after_failed_setup(self) -> str:
@@ -282,11 +288,13 @@ class _Single:
         raise Broken("Ctrl-C is swallowed")
 
     def teardown_once(self) -> str:
+        """Teardown runs once, and no thread or process is left."""
         counted: list[str] = []
         trainer, _ = self.rig.trainer(self.profile)
         for enabled in trainer.hooks.enabled:
             _count_teardown(enabled, counted)
-        with trainer:
+        # Not of the first run: torch starts threads of its own in that, and keeps them.
+        with _helpers_gone(), trainer:
             trainer.run(1)
         if counted.count(self.name) != 1:
             raise Broken(f"teardown ran {counted.count(self.name)} times")
@@ -453,6 +461,10 @@ def _helpers_gone() -> Iterator[None]:
     """Broken where a thread or a child process begun inside still runs afterwards."""
     before = running_helpers()
     yield
+    # A thread that has been told to end needs a moment to do so.
+    end = time.monotonic() + GRACE_S
+    while running_helpers() - before and time.monotonic() < end:
+        time.sleep(0.01)
     left = sorted(running_helpers() - before)
     if left:
         raise Broken(f"still running: {', '.join(left)}")

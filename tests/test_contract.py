@@ -295,7 +295,7 @@ BROKEN_PLUGINS: list[tuple[type[Plugin], set[str]]] = [
     (LeavesSwitch, {"clean end", "clean after a failed setup", "clean after Ctrl-C"}),
     (UndoesOnlyInTheEnd, {"clean after Ctrl-C"}),
     (LeavesEnvironment, {"clean end"}),
-    (LeavesThread, {"clean end", "clean after a failed setup", "clean after Ctrl-C"}),
+    (LeavesThread, {"clean after a failed setup", "clean after Ctrl-C", "teardown"}),
 ]
 
 
