@@ -8,7 +8,8 @@ Our tests, `gptfast plugins check` and the tests of a stranger's package call th
         assert_keeps_contract("my-plugin", {"some_option": 2})
 
 Each promise is a line of its own, kept or broken. It runs on the CPU, where equal bits can be asked
-for, unless it is given another machine.
+for, unless it is given another machine. A little over 400 lines, so that every promise is read in
+one place; the tiny run is in `tiny`, what belongs to the whole process in `process`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -31,7 +32,7 @@ from gptfast import registry
 from gptfast.checkpoint import strip_wrappers
 from gptfast.errors import GptfastError, Refused
 from gptfast.model import GPT
-from gptfast.plugin import Claim, Context, Machine, Parts, Plugin, Profile, Stage
+from gptfast.plugin import Claim, Machine, Parts, Profile
 from gptfast.process import differences, generators, process_state, running_helpers
 from gptfast.profile import nearest
 from gptfast.registry import Enabled, Found
@@ -40,10 +41,15 @@ from gptfast.tiny import (
     STEPS,
     STOP,
     Broken,
+    FailsInSetup,
+    Interrupts,
+    Looks,
     Outcome,
+    Planned,
     Rig,
     build_rig,
     copied,
+    ours,
     require_equal_tensors,
 )
 
@@ -239,7 +245,7 @@ class _Single:
     def parameter_names(self) -> str:
         """`wrap_model` keeps the parameters themselves and their names."""
         seen: list[Parts] = []
-        trainer, _ = self.rig.trainer(self.profile, extra=[_ours(_Looks(seen))])
+        trainer, _ = self.rig.trainer(self.profile, extra=[ours(Looks(seen))])
         with trainer:
             parts = seen[0]
             expected = [name for name, _ in GPT(parts.profile.model).named_parameters()]
@@ -276,13 +282,13 @@ class _Single:
 
     def clean_after_failed_setup(self) -> str:
         with _switches_as_found(self.rig.machine), _helpers_gone():
-            _expect_failure(lambda: self.rig.train(self.profile, extra=[_ours(_FailsInSetup())]))
+            _expect_failure(lambda: self.rig.train(self.profile, extra=[ours(FailsInSetup())]))
         return ""
 
     def clean_after_interrupt(self) -> str:
         with _switches_as_found(self.rig.machine), _helpers_gone():
             try:
-                self.rig.train(self.profile, extra=[_ours(_Interrupts())])
+                self.rig.train(self.profile, extra=[ours(Interrupts())])
             except KeyboardInterrupt:
                 return ""
         raise Broken("Ctrl-C is swallowed")
@@ -379,58 +385,11 @@ def _resumes(rig: Rig) -> str:
 # helpers of the promises -----------------------------------------------------------------------
 
 
-def _ours(plugin: Plugin) -> Enabled:
-    return Enabled(type(plugin).__name__, plugin, registry.OURS, "contract check")
-
-
-class _Looks(Plugin):
-    """Keeps the parts that it is shown."""
-
-    stage = Stage.REPORT
-
-    def __init__(self, seen: list[Parts]) -> None:
-        super().__init__(self.Options())
-        self.seen = seen
-
-    def ready(self, parts: Parts) -> None:
-        self.seen.append(parts)
-
-
-class _Planned(Exception):
-    """The failure that `_FailsInSetup` makes."""
-
-
-class _FailsInSetup(Plugin):
-    stage = Stage.REPORT
-
-    def __init__(self) -> None:
-        super().__init__(self.Options())
-
-    def setup(self, context: Context) -> None:
-        raise _Planned
-
-
-class _Interrupts(Plugin):
-    """Ctrl-C in the forward pass of the second step."""
-
-    stage = Stage.REPORT
-
-    def __init__(self) -> None:
-        super().__init__(self.Options())
-        self.calls = 0
-
-    def micro_scope(self, last: bool) -> AbstractContextManager[object]:
-        self.calls += 1
-        if self.calls == 2:
-            raise KeyboardInterrupt
-        return nullcontext()
-
-
 def _expect_failure(train: Callable[[], object]) -> None:
     try:
         train()
     except GptfastError as error:
-        if isinstance(error.__cause__, _Planned):
+        if isinstance(error.__cause__, Planned):
             return
         raise
     raise Broken("a failing setup is swallowed")

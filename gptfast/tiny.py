@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from gptfast.data.tokenizer import Characters
 from gptfast.data.writer import Spool, write_store
 from gptfast.hooks import Hooks
 from gptfast.machine import find_machine
-from gptfast.plugin import Machine, Profile
+from gptfast.plugin import Context, Machine, Parts, Plugin, Profile, Stage
 from gptfast.registry import Enabled, Found
 from gptfast.report import EvalRecord, Logged, Silent
 from gptfast.runs import Run
@@ -224,3 +224,53 @@ def require_equal_tensors(
     )
     if unequal:
         raise Broken(f"{what}: {', '.join(unequal[:3])} of {len(one)} tensors differ")
+
+
+# plugins that look, or fail on purpose ---------------------------------------------------------
+
+
+def ours(plugin: Plugin) -> Enabled:
+    return Enabled(type(plugin).__name__, plugin, registry.OURS, "contract check")
+
+
+class Looks(Plugin):
+    """Keeps the parts that it is shown."""
+
+    stage = Stage.REPORT
+
+    def __init__(self, seen: list[Parts]) -> None:
+        super().__init__(self.Options())
+        self.seen = seen
+
+    def ready(self, parts: Parts) -> None:
+        self.seen.append(parts)
+
+
+class Planned(Exception):
+    """The failure that `FailsInSetup` makes."""
+
+
+class FailsInSetup(Plugin):
+    stage = Stage.REPORT
+
+    def __init__(self) -> None:
+        super().__init__(self.Options())
+
+    def setup(self, context: Context) -> None:
+        raise Planned
+
+
+class Interrupts(Plugin):
+    """Ctrl-C in the forward pass of the second step."""
+
+    stage = Stage.REPORT
+
+    def __init__(self) -> None:
+        super().__init__(self.Options())
+        self.calls = 0
+
+    def micro_scope(self, last: bool) -> AbstractContextManager[object]:
+        self.calls += 1
+        if self.calls == 2:
+            raise KeyboardInterrupt
+        return nullcontext()
