@@ -486,6 +486,19 @@ def test_greedy_is_the_same_for_every_seed(cli: Cli) -> None:
     assert generate(cli, "--temperature=1e-45", "--seed=8").out == greedy
 
 
+def test_text_is_written_with_the_weights_that_evaluations_see(folder: Path, cli: Cli) -> None:
+    """Of a run with averaged weights it is the average that writes, whatever the last ones are."""
+    expected = generate(cli, run="plugins")
+
+    def forget(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["wte.weight"].zero_()
+
+    rewrite(folder, "plugins", forget)
+    assert generate(cli, run="plugins").out == expected.out
+    rewrite(folder, "plain", forget)
+    assert generate(cli).out != expected.out
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
