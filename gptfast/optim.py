@@ -68,6 +68,27 @@ def lr_factor(train: TrainConfig, step: int) -> float:
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+def with_own_options(saved: Any, own: Any) -> Any:
+    """A saved optimizer state that keeps its moments and takes the options of `own`.
+
+    So a resumed run trains as its profile says now: another rate, decay or a fused kernel.
+
+    Args:
+        saved, own: as `state_dict()` gives them, also nested in one another.
+    """
+    if isinstance(saved, list):
+        return [with_own_options(s, o) for s, o in zip(saved, own, strict=True)]
+    if not isinstance(saved, dict):
+        return saved
+    if "param_groups" in saved:
+        groups = [
+            {**theirs, **{key: value for key, value in ours.items() if key != "params"}}
+            for theirs, ours in zip(saved["param_groups"], own["param_groups"], strict=True)
+        ]
+        return {**saved, "param_groups": groups}
+    return {key: with_own_options(value, own[key]) for key, value in saved.items()}
+
+
 def set_lr(group: dict[str, Any], lr: float) -> None:
     """A tensor rate is filled in place: a compiled optimizer step must not see a new number."""
     if isinstance(group["lr"], int | float):

@@ -23,11 +23,12 @@ from gptfast.checkpoint import Checkpoint, save_checkpoint
 from gptfast.data.batches import StoreWindows, WindowSource
 from gptfast.data.store import Store
 from gptfast.data.windows import WindowOrder
+from gptfast.errors import Refused
 from gptfast.evaluate import Score, evaluate
 from gptfast.hooks import Hooks
 from gptfast.journal import Journal
 from gptfast.model import GPT, count_parameters, flops_per_token
-from gptfast.optim import PlainStepper, build_adamw, lr_factor, set_lr
+from gptfast.optim import PlainStepper, build_adamw, lr_factor, set_lr, with_own_options
 from gptfast.plugin import Batch, Evaluated, Machine, Parts, Profile, Source, Stepped, Stepper, Want
 from gptfast.randomness import random_state, random_state_kept, set_random_state
 from gptfast.report import Listener, Silent
@@ -388,11 +389,15 @@ class Trainer:
                     progress.val_loss, progress.val_step = record["loss"], record["step"]
                     if record["best"]:
                         progress.best_loss, progress.best_step = record["loss"], record["step"]
-        rates = [group["initial_lr"] for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state["optimizer"])
-        # The profile's rate wins over the saved one, so that it may be changed on resume.
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["initial_lr"] = rate
+        try:
+            self.optimizer.load_state_dict(
+                with_own_options(state["optimizer"], self.optimizer.state_dict())
+            )
+        except (KeyError, ValueError) as error:
+            raise Refused(
+                f"{checkpoint.folder}: its optimizer has other parameters than this run's "
+                f"({error}): resume with the optimizer plugins it was trained with"
+            ) from error
         missing = self.hooks.load_state(state["plugins"])
         if missing:
             self.listener.note(

@@ -1,13 +1,14 @@
 """Muon for the hidden matrices, AdamW for the rest.
 
 What: the momentum of each matrix inside the blocks is replaced by the nearest orthogonal matrix
-    (five Newton-Schulz iterations in bfloat16), so that every direction learns equally fast.
+    (five Newton-Schulz iterations), so that every direction learns equally fast.
     Embeddings, head, biases and norms stay with AdamW.
 When it helps: fewer steps to the same loss on language models.
 Costs: per matrix and step about `ns_steps` * 6 * rows * columns * min(rows, columns) FLOPs on top,
     a few percent of a step with large batches and much more with small ones, and many small
-    launches on small models. On a CPU without bfloat16 units its products are about 6 times slower
-    than float32 ones, and the update takes longer than the step. Saves one of AdamW's two moments.
+    launches on small models. Saves one of AdamW's two moments. torch.optim.Muon iterates in
+    bfloat16, which a CPU without units for it multiplies several times slower than float32; there
+    the iteration is done in float32.
 Numerics: recipe: it changes what is learnt.
 
 The learning rate has AdamW's scale with `adjust_lr_fn = "match_rms_adamw"`, so that the profile's
@@ -23,7 +24,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import Field
 
-from gptfast.plugin import Claim, Machine, Options, Plugin, Profile, Stage, Support, decay_groups
+from gptfast.plugin import (
+    Claim,
+    Context,
+    Machine,
+    Options,
+    Plugin,
+    Profile,
+    Stage,
+    Support,
+    decay_groups,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,6 +63,31 @@ def split_parameters(model: nn.Module) -> tuple[NamedParameters, NamedParameters
         )
         (hidden if is_hidden else rest).append((name, parameter))
     return hidden, rest
+
+
+def orthogonalised(
+    update: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float
+) -> Tensor:
+    """The Newton-Schulz iteration of torch.optim.Muon, in `update`'s own dtype.
+
+    Args:
+        update: (rows, columns).
+        ns_coefficients: of the quintic a x + b x^3 + c x^5 that each iteration applies.
+        eps: the least norm to divide by.
+
+    Returns:
+        (rows, columns), with all singular values near 1.
+    """
+    import torch
+
+    a, b, c = ns_coefficients
+    tall = update.size(0) > update.size(1)
+    x = update.T if tall else update
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(ns_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
 
 
 class Joined:
@@ -100,6 +136,8 @@ class MuonOptions(Options):
     """How the rate follows a matrix's shape: updates as large as AdamW's, or as Jordan's code."""
     fused: bool = False
     """Fused AdamW for the rest."""
+    iterate_in: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Dtype of the Newton-Schulz iterations; auto: float32 on a CPU, else bfloat16."""
 
 
 class Muon(Plugin):
@@ -121,7 +159,19 @@ class Muon(Plugin):
             torch.optim.AdamW([parameter], fused=self.options.fused).step()
         except RuntimeError as error:
             return Support.no(str(error).splitlines()[0])
-        return Support.yes("slow on a CPU: bfloat16 products" if machine.kind == "cpu" else "")
+        return Support.yes(f"iterates in {self._iterates_in(machine)}")
+
+    def setup(self, context: Context) -> None:
+        from torch.optim import _muon
+
+        if self._iterates_in(context.machine) == "float32":
+            # torch has no option for it (looked at 2.11 to 2.14): its own function is replaced.
+            context.setattr(_muon, "_zeropower_via_newtonschulz", orthogonalised)
+
+    def _iterates_in(self, machine: Machine) -> str:
+        if self.options.iterate_in != "auto":
+            return self.options.iterate_in
+        return "float32" if machine.kind == "cpu" else "bfloat16"
 
     def build_optimizer(self, model: nn.Module, profile: Profile) -> Optimizer:
         import torch

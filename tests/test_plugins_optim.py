@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from gptfast_plugins.ema import EMA, decay_at, exchange, update_average
 from gptfast_plugins.fused_adamw import FusedAdamW
-from gptfast_plugins.muon import Muon, split_parameters
+from gptfast_plugins.muon import Muon, orthogonalised, split_parameters
 from plugin_helpers import enabled, found
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,7 +22,7 @@ from gptfast.hooks import Hooks
 from gptfast.machine import find_machine
 from gptfast.model import GPT
 from gptfast.optim import build_adamw
-from gptfast.plugin import Machine, Plugin, Stepped, Stepper, Want
+from gptfast.plugin import Context, Machine, Plugin, Stepped, Stepper, Want
 from gptfast.profile import ModelConfig, Profile
 from gptfast.runs import Run
 from gptfast.tiny import Rig, build_rig, copied, require_equal_tensors
@@ -406,3 +406,63 @@ def test_averaging_never_waits_for_the_gpu() -> None:
         exchange(average, weights)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (24, 8), (8, 24)])
+def test_float32_iterations_are_torchs_own_in_another_dtype(shape: tuple[int, int]) -> None:
+    from torch.optim import _muon
+
+    update = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    coefficients = (3.4445, -4.7750, 2.0315)
+    ours = orthogonalised(update, coefficients, 5, 1e-7)
+    theirs = _muon._zeropower_via_newtonschulz(update, coefficients, 5, 1e-7)
+    torch.testing.assert_close(ours, theirs.float(), atol=0.05, rtol=0.05)
+    assert ours.dtype is torch.float32
+    singular = torch.linalg.svdvals(ours)
+    assert singular.min() > 0.6
+    assert singular.max() < 1.3
+
+
+@pytest.mark.parametrize(("iterate_in", "replaced"), [("auto", True), ("bfloat16", False)])
+def test_torchs_iteration_is_replaced_on_a_cpu_and_put_back(
+    iterate_in: str, replaced: bool
+) -> None:
+    from torch.optim import _muon
+
+    before = _muon._zeropower_via_newtonschulz
+    plugin = Muon(Muon.Options(iterate_in=iterate_in))
+    undo = ExitStack()
+    machine = Machine(torch.device("cpu"), "a CPU")
+    with undo:
+        plugin.setup(Context(Profile(), machine, undo=undo, note=print))
+        assert (_muon._zeropower_via_newtonschulz is orthogonalised) is replaced
+    assert _muon._zeropower_via_newtonschulz is before
+
+
+def test_a_resumed_optimizer_has_the_options_of_the_profile_and_the_moments_of_the_checkpoint(
+    rig: Rig, tmp_path: Path
+) -> None:
+    plain = rig.profile(train__steps=2)
+    run = Run.create(tmp_path / "run", profile_toml=plain.to_toml())
+    rig.train(plain, run=run)
+    changed = rig.profile(
+        {"fused-adamw": {}}, train__steps=4, train__weight_decay=0.3, train__beta2=0.5
+    )
+    trainer, _ = rig.trainer(changed, run=run, checkpoint=run.latest())
+    with trainer:
+        group = trainer.optimizer.param_groups[0]
+        assert (group["fused"], group["weight_decay"]) == (True, 0.3)
+        assert group["betas"] == (0.9, 0.5)
+        state = trainer.optimizer.state[group["params"][0]]
+        assert float(state["step"]) == 2.0
+        assert state["exp_avg"].abs().sum() > 0
+        trainer.run()
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(rig: Rig, tmp_path: Path) -> None:
+    plain = rig.profile(train__steps=2)
+    run = Run.create(tmp_path / "run", profile_toml=plain.to_toml())
+    rig.train(plain, run=run)
+    trainer, _ = rig.trainer(rig.profile({"muon": {}}), run=run, checkpoint=run.latest())
+    with pytest.raises(Refused, match=r"its optimizer has other parameters"), trainer:
+        pass
