@@ -80,7 +80,8 @@ class Checkpoint:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise Refused(f"{path}: {_reason(error)}: use an older checkpoint") from error
-        assert isinstance(state, dict)
+        if not isinstance(state, dict) or "plugins" not in state:
+            raise Refused(f"{path}: holds no state of a training: use an older checkpoint")
         return state
 
 

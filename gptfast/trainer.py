@@ -99,7 +99,7 @@ class Trainer:
         self._interrupted = False
         self._checkpoint = checkpoint
         self._peak_flops = peak_flops
-        self._has_val = "val" in store.splits
+        self._has_val = "val" in store.splits and store.n_tokens("val") > 1
         # A foreign file of bare ids has no tokenizer to show a text with.
         self._has_text = store.tokenizer_name is not None
 

@@ -324,3 +324,8 @@ def test_a_megabyte_of_one_character_is_quick(
     begin = time.perf_counter()
     assert len(gpt2.encode(character * 1_000_000)) == n_tokens
     assert time.perf_counter() - begin < 30
+
+
+def test_an_id_that_means_nothing_is_decoded_to_nothing() -> None:
+    gpt2 = load_tokenizer("gpt2")
+    assert gpt2.decode_bytes([31373, 50_300, 995]) == b"hello world"

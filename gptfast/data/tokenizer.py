@@ -142,7 +142,11 @@ class Bpe:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        return self._encoding.decode_bytes([int(i) for i in ids])
+        # Between the merges and the special tokens of cl100k_base and o200k_base lie ids that mean
+        # nothing; an untrained model may yet choose one.
+        n_merges = len(self._encoding._mergeable_ranks)
+        special = self._encoding._special_tokens.values()
+        return self._encoding.decode_bytes([int(i) for i in ids if i < n_merges or i in special])
 
     def token_bytes(self) -> NDArray[np.int64]:
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
