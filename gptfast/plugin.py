@@ -85,6 +85,15 @@ class Claim(Enum):
     """Changes what is learnt; judged by the loss at equal time."""
 
 
+ORDER_SLACK = 1e-3
+"""Relative difference of two losses that kernels which add in any order may make off the CPU."""
+
+
+def least_tolerance(kind: str) -> float:
+    """What equal bits come to: a CPU adds in one order, other devices in any."""
+    return 0.0 if kind == "cpu" else ORDER_SLACK
+
+
 class Want(Flag):
     """What an observer asks of the trainer after a step or an evaluation."""
 

@@ -35,8 +35,6 @@ Tables = Mapping[str, Mapping[str, Any]]
 STEPS = 6
 STOP = 3
 """Where the resumed run is stopped; the training split's first epoch ends one step later."""
-DEVICE_SLACK = 1e-3
-"""Relative difference that kernels adding in any order may make. A CPU adds in one order."""
 _ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789.,;"[:61]
 """61 characters, so that no padding fits by chance."""
 
@@ -195,7 +193,7 @@ class Rig:
             require_equal_tensors(one.weights, other.weights, what=what)
             if one.val_loss != other.val_loss:
                 raise Broken(f"{what}: validation loss {one.val_loss}, expected {other.val_loss}")
-        elif (difference := self.difference(one.losses, other.losses)) > DEVICE_SLACK:
+        elif (difference := self.difference(one.losses, other.losses)) > ORDER_SLACK:
             raise Broken(f"{what}: losses differ by {difference:.1e}")
 
 

@@ -135,8 +135,17 @@ def test_a_claim_is_judged_by_the_drift_from_the_rung_before(
         plugin_with(claim, tolerance),
         [plugin_with(Claim.ROUNDING, other) for other in others],
         Drift(drift, drift, 5),
+        device="cpu",
     )
     assert judged.verdict == verdict
+
+
+@pytest.mark.parametrize(("drift", "verdict"), [(1e-4, "kept"), (1e-2, "broken")])
+def test_equal_bits_are_not_asked_of_a_device_that_adds_in_any_order(
+    drift: float, verdict: str
+) -> None:
+    exact = plugin_with(Claim.EXACT, 0.0)
+    assert statistics.judge(exact, [], Drift(drift, drift, 5), device="cuda").verdict == verdict
 
 
 def test_drift_allowed_from_the_baseline_adds_up() -> None:

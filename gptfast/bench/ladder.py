@@ -147,7 +147,7 @@ def measure(
         load=load,
         profile=profile.model_dump(mode="json"),
         protocol=protocol,
-        rungs=rows(attempts, peak_flops=facts.peak_flops, protocol=protocol),
+        rungs=rows(attempts, facts=facts, protocol=protocol),
         baseline_again=again,
         warnings=warnings(attempts, again, load, cores=facts.cpu_count, protocol=protocol),
     )

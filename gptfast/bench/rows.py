@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 from gptfast.bench.attempt import Attempt
+from gptfast.bench.messages import MachineFacts
 from gptfast.bench.record import BaselineAgain, Load, Protocol, Rung
 from gptfast.bench.statistics import (
     drift,
@@ -21,8 +22,9 @@ FEWEST_ROUNDS = 6
 """With fewer pairs not even the interval from the lowest to the highest covers 95 %."""
 
 
-def rows(attempts: Sequence[Attempt], *, peak_flops: float, protocol: Protocol) -> list[Rung]:
+def rows(attempts: Sequence[Attempt], *, facts: MachineFacts, protocol: Protocol) -> list[Rung]:
     """A row for each rung, also for those that cannot run here, in the order of the ladder."""
+    kind = facts.device.partition(":")[0]
     ran = [attempt for attempt in attempts if attempt.ran]
     common = min(len(attempt.losses) for attempt in ran)
     table: list[Rung] = []
@@ -38,9 +40,9 @@ def rows(attempts: Sequence[Attempt], *, peak_flops: float, protocol: Protocol) 
             reason=None if attempt.ran else attempt.failure,
         )
         if attempt.ran:
-            row = _measured(row, attempt, common=common, peak_flops=peak_flops)
+            row = _measured(row, attempt, common=common, peak_flops=facts.peak_flops)
             if before is not None:
-                row = _compared(row, attempt, before, ran[0], protocol)
+                row = _compared(row, attempt, before, ran[0], protocol, device=kind)
             before = attempt
         table.append(row)
     return table
@@ -69,7 +71,13 @@ def _measured(row: Rung, attempt: Attempt, *, common: int, peak_flops: float) ->
 
 
 def _compared(
-    row: Rung, attempt: Attempt, before: Attempt, baseline: Attempt, protocol: Protocol
+    row: Rung,
+    attempt: Attempt,
+    before: Attempt,
+    baseline: Attempt,
+    protocol: Protocol,
+    *,
+    device: str,
 ) -> Rung:
     """With what it says beside the rung before and the baseline."""
     assert attempt.added is not None
@@ -91,7 +99,7 @@ def _compared(
         drift=drift(attempt.losses, baseline.losses),
         drift_allowed=drift_allowed(attempt.plugins),
         drift_before=drift_before,
-        verdict=judge(attempt.added.plugin, before.plugins, drift_before),
+        verdict=judge(attempt.added.plugin, before.plugins, drift_before, device=device),
     )
 
 

@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 
 from gptfast.bench.record import Drift, Protocol, Ratio, Verdict, Warmup
-from gptfast.plugin import Claim, Plugin
+from gptfast.plugin import Claim, Plugin, least_tolerance
 
 
 def is_warm(seconds: Sequence[float], compiled: Sequence[int], protocol: Protocol) -> bool:
@@ -87,22 +87,23 @@ def drift_allowed(plugins: Iterable[Plugin]) -> float | None:
     return sum(plugin.tolerance for plugin in plugins)
 
 
-def judge(plugin: Plugin, others: Iterable[Plugin], drift_before: Drift) -> Verdict:
+def judge(plugin: Plugin, others: Iterable[Plugin], drift_before: Drift, *, device: str) -> Verdict:
     """Whether a plugin kept its claim, by its drift from the rung before.
 
-    A tolerance of 0 asks for equal bits. Any other allows the largest tolerance among the plugins
-    on: where the arithmetic is bfloat16, another order of the same sums shows as bfloat16's
-    rounding, however small it is in float32.
+    A tolerance of 0 asks for equal bits, where the device adds in one order. Any other allows the
+    largest tolerance among the plugins on: where the arithmetic is bfloat16, another order of the
+    same sums shows as bfloat16's rounding, however small it is in float32.
 
     Args:
         others: the plugins that were on in the rung before.
+        device: kind of the device.
     """
-    allowed: float | None = plugin.tolerance
+    allowed: float | None = max(plugin.tolerance, least_tolerance(device))
     if plugin.claim is Claim.RECIPE:
         allowed, verdict = None, "recipe"
     else:
         if plugin.tolerance > 0:
-            allowed = max([plugin.tolerance, *(other.tolerance for other in others)])
+            allowed = max([allowed or 0.0, *(other.tolerance for other in others)])
         verdict = "kept" if drift_before.largest <= (allowed or 0.0) else "broken"
     return Verdict(plugin.claim.value, plugin.tolerance, allowed, verdict)
 
