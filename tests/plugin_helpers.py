@@ -12,9 +12,9 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+from gptfast.contract.tiny import Rig, build_rig
 from gptfast.plugin import Plugin
 from gptfast.registry import GROUP, Enabled, Found
-from gptfast.tiny import Rig, build_rig
 
 ROOT = Path(__file__).parent.parent
 

@@ -94,8 +94,8 @@ FLOORS = [
     {"evaluate", "generate", "hooks", "runs"},
     {"journal"},
     {"trainer"},
-    {"process", "restore", "session", "tiny"},
-    {"bench", "contract", "skeleton"},
+    {"restore", "session"},
+    {"bench", "contract"},
     {"cli", "__main__"},
 ]
 """A part may import of ours what stands on its own floor or below."""

@@ -35,10 +35,10 @@ from gptfast.bench.record import Bench, Drift, Protocol, Rung
 from gptfast.bench.table import table
 from gptfast.cli import main
 from gptfast.console import Console, Look
+from gptfast.contract.tiny import tiny_profile, write_tiny_store
 from gptfast.errors import GptfastError
 from gptfast.plugin import Claim, Plugin, Profile
 from gptfast.registry import Enabled
-from gptfast.tiny import tiny_profile, write_tiny_store
 
 PROTOCOL = Protocol(steps=5, rounds=8, lead_in=1, resamples=2000)
 

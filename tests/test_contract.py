@@ -15,7 +15,7 @@ import torch
 from plugin_helpers import found
 from torch import nn
 
-from gptfast.contract import (
+from gptfast.contract.check import (
     Promise,
     Verdict,
     assert_keeps_contract,

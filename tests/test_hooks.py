@@ -12,12 +12,12 @@ from plugin_helpers import enabled, rig_of
 from torch import nn
 from torch.optim import Optimizer
 
+from gptfast.contract.process import differences, process_state
 from gptfast.errors import GptfastError, Refused
 from gptfast.hooks import Hooks
 from gptfast.machine import find_machine
 from gptfast.optim import PlainStepper
 from gptfast.plugin import Context, Evaluated, Options, Plugin, Profile, Stepped, Stepper, Want
-from gptfast.process import differences, process_state
 
 CPU = find_machine("cpu")
 

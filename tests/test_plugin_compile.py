@@ -19,6 +19,7 @@ from plugin_helpers import enabled
 from torch._dynamo.utils import counters
 
 from gptfast import registry
+from gptfast.contract.tiny import Rig, build_rig
 from gptfast.errors import GptfastError, Refused
 from gptfast.generate import Sampling, generate_tokens
 from gptfast.machine import find_machine
@@ -26,7 +27,6 @@ from gptfast.model import GPT
 from gptfast.profile import ModelConfig
 from gptfast.registry import discover
 from gptfast.runs import Run
-from gptfast.tiny import Rig, build_rig
 
 ROOT = Path(__file__).parent.parent
 

@@ -26,6 +26,7 @@ from gptfast_plugins.prefetch import Prefetch, PrefetchSource
 from gptfast_plugins.resident import Resident, gather, to_device
 from plugin_helpers import enabled, found
 
+from gptfast.contract.tiny import Outcome, Rig, build_rig, require_equal_tensors
 from gptfast.data.batches import StoreWindows, WindowSource
 from gptfast.data.store import Store
 from gptfast.data.windows import WindowOrder
@@ -33,7 +34,6 @@ from gptfast.errors import GptfastError, Refused
 from gptfast.plugin import Batch, Evaluated, Parts, Plugin, Profile, Source, Stepped, Want
 from gptfast.profile import TrainConfig
 from gptfast.runs import Run
-from gptfast.tiny import Outcome, Rig, build_rig, require_equal_tensors
 
 CPU = torch.device("cpu")
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")

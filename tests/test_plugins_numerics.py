@@ -30,6 +30,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.nn import functional
 
+from gptfast.contract.tiny import Recorder
 from gptfast.data.store import Store
 from gptfast.errors import GptfastError
 from gptfast.hooks import Hooks
@@ -38,7 +39,6 @@ from gptfast.model import GPT, IGNORE, KVCache, count_parameters, token_loss
 from gptfast.plugin import Machine
 from gptfast.profile import ModelConfig, Profile
 from gptfast.registry import Enabled
-from gptfast.tiny import Recorder
 from gptfast.trainer import Trainer
 
 STEPS = 20

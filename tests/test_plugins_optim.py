@@ -17,6 +17,7 @@ from plugin_helpers import enabled, found
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gptfast.contract.tiny import Rig, build_rig, copied, require_equal_tensors
 from gptfast.errors import Refused
 from gptfast.hooks import Hooks
 from gptfast.machine import find_machine
@@ -25,7 +26,6 @@ from gptfast.optim import build_adamw
 from gptfast.plugin import Context, Machine, Plugin, Stepped, Stepper, Want
 from gptfast.profile import ModelConfig, Profile
 from gptfast.runs import Run
-from gptfast.tiny import Rig, build_rig, copied, require_equal_tensors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -17,11 +17,11 @@ from plugin_helpers import enabled, found, gptfast
 
 from gptfast import registry
 from gptfast.cli import main
+from gptfast.contract.skeleton import skeleton, write_skeleton
 from gptfast.errors import Refused
 from gptfast.machine import find_machine
 from gptfast.plugin import Machine, Options, Plugin, Profile, Stage, Support
 from gptfast.registry import Found, Skipped, order, plan, reasons, select
-from gptfast.skeleton import skeleton, write_skeleton
 
 
 class Knobs(Options):

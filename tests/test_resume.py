@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from gptfast import registry
 from gptfast.cli import main
+from gptfast.contract.tiny import build_rig, write_tiny_store
 from gptfast.machine import find_machine
 from gptfast.model import GPT
 from gptfast.optim import PlainStepper
 from gptfast.plugin import Plugin, Profile, Stepped, Stepper, Want
 from gptfast.registry import discover
 from gptfast.runs import Run
-from gptfast.tiny import build_rig, write_tiny_store
 
 
 class Averages(Plugin):

@@ -14,8 +14,8 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from gptfast.contract.tiny import write_tiny_store
 from gptfast.plugin import Plugin
-from gptfast.tiny import write_tiny_store
 
 PYPROJECT = """
 [build-system]

@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 from gptfast import registry
 from gptfast.checkpoint import Checkpoint
 from gptfast.cli import main
+from gptfast.contract.process import differences, process_state
+from gptfast.contract.tiny import STEPS, Recorder, Rig, write_tiny_store
 from gptfast.data.store import Store
 from gptfast.data.windows import WindowOrder
 from gptfast.errors import GptfastError
@@ -40,11 +42,9 @@ from gptfast.plugin import (
     Want,
     Windows,
 )
-from gptfast.process import differences, process_state
 from gptfast.registry import Found
 from gptfast.report import EvalRecord, Silent
 from gptfast.runs import Run
-from gptfast.tiny import STEPS, Recorder, Rig, write_tiny_store
 from gptfast.trainer import PlainStepper, Trainer
 
 

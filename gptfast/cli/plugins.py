@@ -156,7 +156,7 @@ def check(
 
     Its options are the profile's; --set plugins.NAME.OPTION=VALUE changes one.
     """
-    from gptfast.contract import broken, check_plugin
+    from gptfast.contract.check import broken, check_plugin
     from gptfast.errors import GptfastError
     from gptfast.machine import find_machine
     from gptfast.registry import discover
@@ -192,9 +192,9 @@ def check(
 @click.pass_obj
 def new(app: App, *, name: str, out: Path | None) -> None:
     """Write a package for a plugin of your own: it installs and passes its test as it is."""
+    from gptfast.contract.skeleton import write_skeleton
     from gptfast.errors import Refused
     from gptfast.registry import discover
-    from gptfast.skeleton import write_skeleton
 
     taken = discover().get(name)
     if taken is not None:

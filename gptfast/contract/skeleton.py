@@ -136,7 +136,7 @@ class $class_name(Plugin):
 TEST = """\
 from $module import is_due
 
-from gptfast.contract import assert_keeps_contract
+from gptfast.contract.check import assert_keeps_contract
 
 
 def test_keeps_the_contract() -> None:

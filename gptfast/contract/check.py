@@ -2,7 +2,7 @@
 
 Our tests, `gptfast plugins check` and the tests of a stranger's package call the same functions:
 
-    from gptfast.contract import assert_keeps_contract
+    from gptfast.contract.check import assert_keeps_contract
 
     def test_contract() -> None:
         assert_keeps_contract("my-plugin", {"some_option": 2})
@@ -30,14 +30,8 @@ from pydantic import ValidationError
 
 from gptfast import registry
 from gptfast.checkpoint import strip_wrappers
-from gptfast.errors import GptfastError, Refused
-from gptfast.model import GPT
-from gptfast.plugin import Claim, Machine, Parts, Profile
-from gptfast.process import differences, generators, process_state, running_helpers
-from gptfast.profile import nearest
-from gptfast.registry import Enabled, Found
-from gptfast.runs import Run
-from gptfast.tiny import (
+from gptfast.contract.process import differences, generators, process_state, running_helpers
+from gptfast.contract.tiny import (
     STEPS,
     STOP,
     Broken,
@@ -52,6 +46,12 @@ from gptfast.tiny import (
     ours,
     require_equal_tensors,
 )
+from gptfast.errors import GptfastError, Refused
+from gptfast.model import GPT
+from gptfast.plugin import Claim, Machine, Parts, Profile
+from gptfast.profile import nearest
+from gptfast.registry import Enabled, Found
+from gptfast.runs import Run
 
 GRACE_S = 2.0
 """How long a thread or a process may take to end once the run is over."""

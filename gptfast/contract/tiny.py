@@ -23,7 +23,7 @@ from gptfast.data.tokenizer import Characters
 from gptfast.data.writer import Spool, write_store
 from gptfast.hooks import Hooks
 from gptfast.machine import find_machine
-from gptfast.plugin import Context, Machine, Parts, Plugin, Profile, Stage
+from gptfast.plugin import ORDER_SLACK, Context, Machine, Parts, Plugin, Profile, Stage
 from gptfast.registry import Enabled, Found
 from gptfast.report import EvalRecord, Logged, Silent
 from gptfast.runs import Run
