@@ -70,11 +70,19 @@ def test_nothing_is_compiled_twice(rig: Rig, tmp_path: Path, optimizer: bool) ->
         assert graphs() == 2 + optimizer
         rates = {type(group["lr"]) for group in trainer.optimizer.param_groups}
         assert rates == {torch.Tensor if optimizer else float}
-        saved = trainer.optimizer.state_dict()["param_groups"]
-        assert {type(group["lr"]) for group in saved} == {float}
+    resumed, _ = rig.trainer(profile.replace({"plugins": {}}), run=run, checkpoint=run.latest())
+    with resumed:
+        assert {type(group["lr"]) for group in resumed.optimizer.param_groups} == {float}
     assert recorder.losses[-1] < recorder.losses[0]
     plain = rig.train(rig.profile({}, train__steps=8, train__micro_batch=2, train__warmup_steps=3))
     assert max(abs(a - b) for a, b in zip(recorder.losses, plain.losses, strict=True)) < 1e-5
+
+
+def test_the_update_of_two_optimizers_is_compiled_too(rig: Rig) -> None:
+    tables = {"muon": {}, "compile": {"backend": "eager", "optimizer": True}}
+    compiled = rig.train(rig.profile(tables))
+    plain = rig.train(rig.profile({"muon": {}}))
+    assert rig.difference(compiled.losses, plain.losses) < 1e-4
 
 
 def test_two_runs_in_one_process_do_not_share_what_they_compiled(rig: Rig) -> None:
