@@ -5,8 +5,10 @@ What: the logits of `chunk_tokens` tokens are made, scored and thrown away. torc
 the forward pass. Elsewhere the chunks are computed again in the backward pass: torch's function
 knows no soft-cap, and in bf16 it returns a bf16 sum, measured 0.4 % off.
 Helps: memory, with a large vocabulary: GPT-2's logits of 12 windows of 1,024 tokens take 2.5 GB in
-float32, and their gradient as much again.
-Costs: a little time: smaller matrix products, and where chunks are computed again the head's
+float32, and their gradient as much again. On a CPU, time too, where chunks stay in its caches: the
+profile `quick` (7M parameters, 50,257 ids) took 610 ms a step without and 320 ms with chunks of 128
+tokens on 2 cores.
+Costs: elsewhere a little time: smaller matrix products, and where chunks are computed again the head's
 product once more.
 No help where the step has fewer than `chunk_tokens` tokens or the vocabulary is small.
 Claim: rounding, within 0.1 % of the baseline's loss: the sums over tokens are made in another
