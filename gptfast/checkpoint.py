@@ -2,7 +2,9 @@
 
 `step-000500/` holds `model.safetensors` (plain parameter names), `trainer.pt` (optimizer, random
 state, plugins; read with `weights_only=True`), `tokenizer.json` and `meta.json`. It is written
-under a temporary name, synced and renamed. Nothing read from disk executes code.
+under a temporary name, synced and renamed. Nothing read from disk executes code, and what a disk
+has damaged is refused: both large files carry a checksum. Imports no torch until it needs it, so
+that runs are listed at once.
 """
 
 from __future__ import annotations
@@ -11,21 +13,37 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Mapping
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from gptfast.errors import GptfastError, Refused
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 FORMAT = 1
 WRAPPERS = ("_orig_mod.", "module.")
 """Prefixes that torch.compile and DistributedDataParallel put before parameter names."""
+TRAINER_KEYS = {"progress", "optimizer", "random", "plugins"}
+UNPICKLING_ERRORS = (
+    pickle.UnpicklingError,
+    OSError,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What reading a pickle that nobody pickled raises. Source: documentation of `pickle`."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +68,19 @@ class Checkpoint:
         if not isinstance(meta, dict) or meta.get("format") != FORMAT:
             found = meta.get("format") if isinstance(meta, dict) else meta
             raise Refused(f"{path}: format {found!r}, this version reads {FORMAT}: update gptfast")
+        if not _describes_a_run(meta):
+            raise Refused(f"{path}: does not describe a run: use an older checkpoint")
         return cls(folder, meta)
+
+    def check(self) -> None:
+        """Read all that a resumed run reads.
+
+        Raises:
+            Refused: a file is missing or damaged.
+        """
+        self.tokenizer_definition()
+        self._tensors()
+        self.load_trainer()
 
     def tokenizer_definition(self) -> dict[str, Any] | None:
         path = self.folder / "tokenizer.json"
@@ -60,29 +90,78 @@ class Checkpoint:
             raise Refused(f"{path}: {_reason(error)}") from error
         return definition if isinstance(definition, dict) else None
 
-    def load_model(self, model: torch.nn.Module, *, device: torch.device) -> None:
+    def load_model(self, model: torch.nn.Module) -> None:
         """Fill `model` with the saved parameters.
 
         Raises:
             Refused: the file is damaged, or its tensors are not those of `model`.
         """
+        load_tensors(model, self._tensors(), source=str(self.folder / "model.safetensors"))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The tensors of `model.safetensors`, on the CPU."""
+        from safetensors import SafetensorError, safe_open
+
         path = self.folder / "model.safetensors"
         try:
-            tensors = load_file(path, device=str(device))
+            with safe_open(path, framework="pt") as file:
+                saved = (file.metadata() or {}).get("crc32")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
         except (OSError, SafetensorError) as error:
             raise Refused(f"{path}: {_reason(error)}: use an older checkpoint") from error
-        load_tensors(model, tensors, source=str(path))
+        # A file from elsewhere has no checksum.
+        if saved is not None and saved != _crc32(tensors):
+            raise Refused(
+                f"{path}: damaged, its weights are not those that were saved: use an older "
+                "checkpoint"
+            )
+        return tensors
 
     def load_trainer(self) -> dict[str, Any]:
-        """Optimizer, random and plugin state, on the CPU."""
+        """Optimizer, random and plugin state, on the CPU.
+
+        Raises:
+            Refused: the file is damaged, or would run code, or is something else.
+        """
+        import torch
+
         path = self.folder / "trainer.pt"
         try:
+            with zipfile.ZipFile(path) as archive:
+                # torch writes these checksums and does not read them.
+                damaged = archive.testzip()
+            if damaged is not None:
+                raise Refused(f"{path}: damaged at {damaged}: use an older checkpoint")
             state = torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        except UNPICKLING_ERRORS as error:
             raise Refused(f"{path}: {_reason(error)}: use an older checkpoint") from error
-        if not isinstance(state, dict) or "plugins" not in state:
+        if not isinstance(state, dict) or not state.keys() >= TRAINER_KEYS:
             raise Refused(f"{path}: holds no state of a training: use an older checkpoint")
         return state
+
+
+def _describes_a_run(meta: dict[str, Any]) -> bool:
+    try:
+        profile, data = meta["profile"], meta["data"]
+        tables = (meta["plugins"], profile["model"], profile["train"], profile["plugins"])
+        texts = (data["path"], data["fingerprint"])
+    except (KeyError, TypeError):
+        return False
+    return (
+        isinstance(meta.get("step"), int)
+        and all(isinstance(table, dict) for table in tables)
+        and all(isinstance(text, str) for text in texts)
+    )
+
+
+def _crc32(tensors: Mapping[str, Tensor]) -> str:
+    """Of the bytes of all tensors, on the CPU, by name."""
+    import torch
+
+    crc = 0
+    for _, tensor in sorted(tensors.items()):
+        crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, crc)
+    return f"{crc:08x}"
 
 
 def load_tensors(model: torch.nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
@@ -133,15 +212,18 @@ def save_checkpoint(
         GptfastError: the disk is full or not writable; names the bytes needed. What stood under
             `folder` before is still there.
     """
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     temporary = folder.with_name(f".{folder.name}.tmp")
     described = {"format": FORMAT, **meta}
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        save_file(
-            {name: tensor.detach().contiguous() for name, tensor in model.items()},
-            temporary / "model.safetensors",
-        )
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.items()}
+        path = temporary / "model.safetensors"
+        save_file(tensors, path, metadata={"format": "pt", "crc32": _crc32(tensors)})
         torch.save(dict(trainer), temporary / "trainer.pt")
         (temporary / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
         (temporary / "meta.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
@@ -150,13 +232,27 @@ def save_checkpoint(
         sync(temporary)
         replace_folder(temporary, folder)
     except (OSError, SafetensorError, RuntimeError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        needed = sum(tensor.nbytes for tensor in model.values()) * 3
+        needed = sum(tensor.nbytes for tensor in _tensors_in([dict(model), dict(trainer)]))
         raise GptfastError(
             f"{folder}: cannot save ({_reason(error)}): about {needed:,} bytes are needed; "
             "free disk space and continue with --resume"
         ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # also after Ctrl-C; renamed: not there
     return Checkpoint(folder, described)
+
+
+def _tensors_in(tree: Any) -> Iterator[Tensor]:
+    import torch
+
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors_in(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _tensors_in(value)
 
 
 def replace_folder(new: Path, folder: Path) -> None:
@@ -173,9 +269,12 @@ def replace_folder(new: Path, folder: Path) -> None:
 def replace_text(path: Path, text: str) -> None:
     """Give `path` a new content: the old one or the whole new one is there at any moment."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    sync(temporary)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     sync(path.parent)
 
 
@@ -194,5 +293,7 @@ def _reason(error: Exception) -> str:
     """The first line of an error, in which libraries bury what happened."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
+    if isinstance(error, pickle.UnpicklingError):
+        return "it cannot be read without running what it holds"
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

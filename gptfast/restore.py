@@ -144,7 +144,7 @@ def restore(
         profile = hooks.configure(profile)
         hooks.setup(profile, machine)
         raw_model = GPT(profile.model).to(machine.device)
-        checkpoint.load_model(raw_model, device=machine.device)
+        checkpoint.load_model(raw_model)
         model = hooks.wrap_model(raw_model).eval()
         if hooks.have_state:  # not otherwise: most of that file is the optimizer
             hooks.load_state(checkpoint.load_trainer()["plugins"])

@@ -7,14 +7,29 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gptfast.checkpoint import Checkpoint, replace_text
-from gptfast.errors import Refused
+from gptfast.errors import GptfastError, Refused
 
 STEP_NAME = re.compile(r"step-(\d{6,})")
-UNFINISHED = re.compile(r"\.step-\d{6,}\.(tmp|old)")
+UNFINISHED = re.compile(r"\.(step-\d{6,})\.(tmp|old)")
+UNFINISHED_TEXT = re.compile(r"\.(latest|best|profile\.toml|metrics\.jsonl)\.tmp")
+
+
+@dataclass(frozen=True)
+class Resumable:
+    """Where a run goes on.
+
+    Attributes:
+        checkpoint: the newest one that loads.
+        damaged: step of each newer one, with the reason why it does not.
+    """
+
+    checkpoint: Checkpoint
+    damaged: dict[int, str]
 
 
 class Run:
@@ -40,6 +55,7 @@ class Run:
             )
         try:
             run.checkpoints.mkdir(parents=True, exist_ok=True)
+            run._tidy()
             replace_text(folder / "profile.toml", profile_toml)
             run._metrics.write_text("", encoding="utf-8")
         except OSError as error:
@@ -52,12 +68,24 @@ class Run:
     def resumed(cls, folder: Path) -> Run:
         """A run to go on with; what a killed save left behind is cleared away."""
         run = cls(folder)
+        if run.checkpoints.is_dir():
+            run._tidy()
         if not run.steps():
             raise Refused(f"{folder}: no checkpoint to resume from: start it without --resume")
-        for path in run.checkpoints.iterdir():
-            if UNFINISHED.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
         return run
+
+    def _tidy(self) -> None:
+        for path in self.checkpoints.iterdir():
+            match = UNFINISHED.fullmatch(path.name)
+            if match is None:
+                continue
+            if match[2] == "old" and not path.with_name(match[1]).exists():
+                path.rename(path.with_name(match[1]))  # killed between two renames
+            else:
+                shutil.rmtree(path)
+        for path in self.folder.iterdir():
+            if UNFINISHED_TEXT.fullmatch(path.name):
+                path.unlink()
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, rising."""
@@ -73,8 +101,39 @@ class Run:
         """The newest complete checkpoint."""
         return Checkpoint.open(self.checkpoint_folder(self.steps()[-1]))
 
-    def point(self, pointer: str, step: int) -> None:
-        """Have `latest` or `best` name the checkpoint of `step`."""
+    def newest_intact(self) -> Resumable:
+        """The newest checkpoint that loads, and why newer ones do not.
+
+        Raises:
+            Refused: none does.
+        """
+        damaged: dict[int, str] = {}
+        for step in reversed(self.steps()):
+            try:
+                checkpoint = Checkpoint.open(self.checkpoint_folder(step))
+                checkpoint.check()
+            except Refused as error:
+                damaged[step] = str(error)
+            else:
+                return Resumable(checkpoint, damaged)
+        newest = next(iter(damaged.values()))
+        raise Refused(
+            f"{self.folder}: none of its {len(damaged)} checkpoints loads: start a new run; "
+            f"the newest: {newest}"
+        )
+
+    def set_aside(self, step: int) -> Path:
+        """Keep a damaged checkpoint under a name that nobody takes for a good one."""
+        folder = self.checkpoint_folder(step)
+        aside = folder.with_name(f"{folder.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        return folder.rename(aside)
+
+    def point(self, pointer: str, step: int | None) -> None:
+        """Have `latest` or `best` name the checkpoint of `step`; None: there is none."""
+        if step is None:
+            (self.folder / pointer).unlink(missing_ok=True)
+            return
         replace_text(self.folder / pointer, f"{self.checkpoint_folder(step).name}\n")
 
     def rotate(self, *, keep: int, best: int | None) -> None:
@@ -86,8 +145,14 @@ class Run:
     def log(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Append records to `metrics.jsonl`."""
         lines = "".join(json.dumps(record) + "\n" for record in records)
-        with self._metrics.open("a", encoding="utf-8") as file:
-            file.write(lines)
+        try:
+            with self._metrics.open("a", encoding="utf-8") as file:
+                file.write(lines)
+        except OSError as error:
+            raise GptfastError(
+                f"{self._metrics}: cannot add {len(lines):,} bytes ({error.strerror}): free disk "
+                "space and continue with --resume"
+            ) from error
 
     def metrics(self) -> list[dict[str, Any]]:
         """All records so far; a line that a kill cut short is left out."""

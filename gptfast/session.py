@@ -71,8 +71,16 @@ def train(
         checkpoint = None
         if resume:
             kept = Run.resumed(place)
-            checkpoint = kept.latest()
-            for change in check_resume(checkpoint, profile, store):
+            resumable = kept.newest_intact()
+            checkpoint = resumable.checkpoint
+            changes = check_resume(checkpoint, profile, store)
+            for step, reason in resumable.damaged.items():
+                aside = kept.set_aside(step)
+                listener.note(
+                    f"{reason}; resumed from step {checkpoint.step}, the newest that loads "
+                    f"({aside.name} is out of the way)"
+                )
+            for change in changes:
                 listener.note(f"resumed with {change}")
         else:
             kept = Run.create(place, profile_toml=profile.to_toml())

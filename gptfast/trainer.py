@@ -115,7 +115,7 @@ class Trainer:
             torch.manual_seed(profile.train.seed)
             self.raw_model = GPT(profile.model).to(device)
             if self._checkpoint is not None:
-                self._checkpoint.load_model(self.raw_model, device=device)
+                self._checkpoint.load_model(self.raw_model)
             self.model = self.hooks.wrap_model(self.raw_model)
             self.model.train()
             self.optimizer = self.hooks.build_optimizer(self.model, profile) or build_adamw(
@@ -389,6 +389,9 @@ class Trainer:
                     progress.val_loss, progress.val_step = record["loss"], record["step"]
                     if record["best"]:
                         progress.best_loss, progress.best_step = record["loss"], record["step"]
+            # They may name a step that is to be done again.
+            self.kept_in.point("latest", progress.step)
+            self.kept_in.point("best", progress.best_step)
         try:
             self.optimizer.load_state_dict(
                 with_own_options(state["optimizer"], self.optimizer.state_dict())

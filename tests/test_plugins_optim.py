@@ -357,7 +357,7 @@ def test_eval_alone_has_the_average(rig: Rig, tmp_path: Path) -> None:
     trained = rig.train(profile, run=run)
     checkpoint = run.latest()
     model = GPT(profile.model)
-    checkpoint.load_model(model, device=torch.device("cpu"))
+    checkpoint.load_model(model)
     with Hooks(rig.plan(profile), note=print) as hooks:
         assert hooks.wrap_model(model) is model
         hooks.load_state(checkpoint.load_trainer()["plugins"])

@@ -1,0 +1,276 @@
+"""A run survives what happens to it: damaged files, failing plugins, signals, kills, full disks."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from gptfast.checkpoint import Checkpoint, save_checkpoint
+from gptfast.cli import main
+from gptfast.contract.tiny import write_tiny_store
+from gptfast.errors import Refused
+from gptfast.runs import Run
+
+MARKER = "PICKLE-CODE-RAN"
+
+Captured = pytest.CaptureFixture[str]
+
+
+PROFILE = """
+[profiles.tiny]
+[profiles.tiny.model]
+n_layer = 2
+n_head = 2
+n_embd = 32
+block_size = 16
+[profiles.tiny.data]
+path = "tiny.h5"
+[profiles.tiny.train]
+steps = 8
+batch_size = 2
+learning_rate = 1e-2
+eval_interval = 0
+save_interval = 2
+keep_checkpoints = 3
+log_interval = 1
+sample_tokens = 0
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two runs of the same training: `one` up to step 6, `two` up to step 7."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_tiny_store(folder / "tiny.h5")
+    (folder / "gptfast.toml").write_text(PROFILE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, stop in (("one", "6"), ("two", "7")):
+            train("--profile", "tiny", "--run", name, "--stop-at", stop)
+    return folder
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of `trained`, which is the current folder."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder: Path) -> Run:
+    return Run(folder / "runs" / "one")
+
+
+def train(*args: str) -> int:
+    return main(["train", "--device", "cpu", *args])
+
+
+def resume(*args: str) -> int:
+    return train("--run", "one", "--resume", *args)
+
+
+def weights(run: Run) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = load_file(run.latest().folder / "model.safetensors")
+    return tensors
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def said_in_one_line(captured: Captured) -> str:
+    error = captured.readouterr().err
+    assert error.count("\n") == 1, error
+    return error
+
+
+# damaged checkpoints ---------------------------------------------------------------------------
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def zeroed(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def zeroed_at_the_end(path: Path) -> None:
+    """What a power failure leaves of a file whose last blocks never reached the disk."""
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) * 3 // 4] + bytes(len(data) - len(data) * 3 // 4))
+
+
+class RunsCode:
+    def __reduce__(self) -> tuple[object, ...]:
+        return print, (MARKER,)
+
+
+def hostile_zip(path: Path) -> None:
+    """A state that torch would have written, but for a call in its pickle."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            hostile = name.endswith("/data.pkl")
+            archive.writestr(name, pickle.dumps(RunsCode(), 2) if hostile else data)
+
+
+def hostile_pickle(path: Path) -> None:
+    path.write_bytes(pickle.dumps({"progress": RunsCode()}))
+
+
+Damage = Callable[[Path], None]
+DAMAGES = [
+    *[
+        (name, damage)
+        for name in ("model.safetensors", "trainer.pt", "meta.json")
+        for damage in (cut, zeroed, Path.unlink, hostile_pickle)
+    ],
+    ("model.safetensors", zeroed_at_the_end),
+    ("trainer.pt", zeroed_at_the_end),
+    ("trainer.pt", hostile_zip),
+    ("meta.json", lambda path: path.write_text('{"format": 1, "step": 6, "profile": {}}')),
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES)
+def test_resume_falls_back_to_the_newest_checkpoint_that_loads(
+    run: Run, capsys: Captured, name: str, damage: Damage
+) -> None:
+    """RES-07, and the result is the one of a run to which nothing happened."""
+    damage(run.checkpoint_folder(6) / name)
+    assert resume("--stop-at", "7") == 0
+    out = capsys.readouterr()
+    said = [line for line in (out.out + out.err).splitlines() if "resumed from step 4" in line]
+    assert len(said) == 1
+    assert "step-000006" in said[0]
+    assert name in said[0]
+    assert "step-000006.damaged" in said[0]
+    assert MARKER not in out.out + out.err
+    assert run.checkpoints.joinpath("step-000006.damaged").is_dir()
+    assert (run.folder / "latest").read_text() == "step-000007\n"
+    assert run.latest().step == 7
+    assert equal(weights(run), weights(Run(run.folder.with_name("two"))))
+    steps = [record["step"] for record in run.metrics() if record["kind"] == "step"]
+    assert steps == list(range(1, 8))
+
+
+def test_resume_falls_back_over_several_and_refuses_when_none_loads(
+    run: Run, capsys: Captured
+) -> None:
+    for step, damage in ((6, cut), (4, zeroed)):
+        damage(run.checkpoint_folder(step) / "trainer.pt")
+    resumable = run.newest_intact()
+    assert resumable.checkpoint.step == 2
+    assert list(resumable.damaged) == [6, 4]
+    shutil.rmtree(run.checkpoint_folder(2))
+    assert resume() == 2
+    assert "none of its 2 checkpoints loads" in said_in_one_line(capsys)
+    assert run.steps() == [4, 6], "a refused command changes nothing"
+
+
+def test_a_refused_resume_leaves_damaged_checkpoints_where_they_are(run: Run) -> None:
+    cut(run.checkpoint_folder(6) / "trainer.pt")
+    assert resume("--set", "model.n_layer=3") == 2
+    assert run.steps() == [2, 4, 6]
+
+
+@pytest.mark.parametrize("command", ["eval", "generate"])
+@pytest.mark.parametrize(("name", "damage"), [d for d in DAMAGES if d[0] != "trainer.pt"])
+def test_reading_a_damaged_checkpoint_is_refused(
+    run: Run, capsys: Captured, command: str, name: str, damage: Damage
+) -> None:
+    damage(run.checkpoint_folder(6) / name)
+    assert main([command, "one", "--device", "cpu"]) == 2
+    error = said_in_one_line(capsys)
+    assert name in error
+    assert MARKER not in error
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A checkpoint of a few numbers."""
+    state = dict.fromkeys(("progress", "optimizer", "random"), 0)
+    return save_checkpoint(
+        tmp_path_factory.mktemp("small") / "step-000001",
+        model={"a": torch.arange(50.0), "b": torch.ones(3, 4)},
+        trainer={**state, "plugins": torch.arange(60)},
+        tokenizer=None,
+        meta={},
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_no_number_changes_unnoticed(small: Checkpoint, data: st.DataObject) -> None:
+    """A damaged byte is refused in one line, or stands where it means nothing."""
+    name = data.draw(st.sampled_from(["model.safetensors", "trainer.pt"]))
+    path = small.folder / name
+    good = path.read_bytes()
+    bad = bytearray(good)
+    bad[data.draw(st.integers(0, len(good) - 1))] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(bytes(bad))
+    model = nn.Module()
+    model.a, model.b = nn.Buffer(torch.zeros(50)), nn.Buffer(torch.zeros(3, 4))
+    refused = ""
+    try:
+        small.load_model(model)
+        state = small.load_trainer()
+    except Refused as error:
+        refused = str(error)
+    finally:
+        path.write_bytes(good)
+    if refused:
+        assert name in refused
+        assert "\n" not in refused
+    else:
+        assert torch.equal(model.a, torch.arange(50.0))
+        assert torch.equal(model.b, torch.ones(3, 4))
+        assert torch.equal(state["plugins"], torch.arange(60))
+
+
+# weights from elsewhere ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prefix", ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module."]
+)
+def test_weights_with_the_prefix_of_a_wrapper_load(run: Run, capsys: Captured, prefix: str) -> None:
+    """RES-04: evaluating, generating and resuming see the same weights; saved names are plain."""
+    assert all(not name.startswith(("_orig_mod", "module")) for name in weights(run))
+    path = run.latest().folder / "model.safetensors"
+    foreign = {prefix + name: tensor for name, tensor in weights(run).items()}
+    answers = []
+    for change in (False, True):
+        if change:
+            save_file(foreign, path)
+        assert main(["eval", "one", "--device", "cpu", "--json"]) == 0
+        assert main(["generate", "one", "--device", "cpu", "--prompt", "AB", "--seed", "3"]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+    assert resume("--stop-at", "7") == 0
+    assert equal(weights(run), weights(Run(run.folder.with_name("two"))))
+
+
+def test_weights_of_another_model_are_refused(run: Run, capsys: Captured) -> None:
+    """RES-04: up to five names of each kind."""
+    path = run.latest().folder / "model.safetensors"
+    save_file({f"other.{name}": tensor for name, tensor in weights(run).items()}, path)
+    for command in (["train", "--resume", "--run", "one"], ["eval", "one"], ["generate", "one"]):
+        assert main([*command, "--device", "cpu"]) == 2
+        error = said_in_one_line(capsys)
+        assert error.count("other.") == 5
+        assert "lacks: " in error
