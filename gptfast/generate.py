@@ -7,6 +7,7 @@ become text (`text_pieces`). `generate_tokens` joins the first two, `sample_text
 from __future__ import annotations
 
 import codecs
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -210,8 +211,12 @@ def sample_text(
     sampling: Sampling,
     generator: torch.Generator,
     forward_scope: Callable[[], AbstractContextManager[object]],
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> str:
-    """`prompt` and its continuation; see `generate_tokens`."""
+    """`prompt` and its continuation; see `generate_tokens`.
+
+    `should_stop` is asked after each token; True ends the text there.
+    """
     tokens = generate_tokens(
         model,
         prompt_ids(tokenizer, prompt),
@@ -222,4 +227,5 @@ def sample_text(
         vocab_size=tokenizer.vocab_size,
     )
     with eval_mode(model):  # once for all tokens
-        return prompt + "".join(text_pieces(tokenizer, tokens))
+        wanted = itertools.takewhile(lambda _: not should_stop(), tokens)
+        return prompt + "".join(text_pieces(tokenizer, wanted))

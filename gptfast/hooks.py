@@ -238,11 +238,14 @@ def _surround(
 
 def _ask(hook: str, chain: Sequence[Enabled], call: Callable[[Plugin], Want]) -> Want:
     want = Want.NOTHING
+    first: GptfastError | None = None
     for enabled in chain:
         try:
-            want |= call(enabled.plugin)
-        except GptfastError:
-            raise
-        except Exception as error:
-            raise _blamed(enabled, hook, error) from error
+            with blame(enabled, hook):
+                want |= call(enabled.plugin)
+        except GptfastError as error:
+            # The others hear of it too, so that what they count agrees in a checkpoint made now.
+            first = first or error
+    if first is not None:
+        raise first
     return want

@@ -17,6 +17,10 @@ from gptfast.report import Listener, Logged
 from gptfast.runs import Run
 
 
+class NotFinite(GptfastError):
+    """A loss or an applied gradient is not finite: the weights are no good any more."""
+
+
 class Journal:
     """Collects steps; `flush` reads them, writes `metrics.jsonl` and tells the listener.
 
@@ -66,7 +70,7 @@ class Journal:
         """Log the steps since the last time.
 
         Raises:
-            GptfastError: a loss or an applied gradient is not finite; nothing is logged.
+            NotFinite: a loss or an applied gradient is not finite; nothing is logged.
         """
         steps, self._steps = self._steps, []
         if not steps:
@@ -121,12 +125,12 @@ class Journal:
             epoch=self._windows.order.epoch(last.step, self._windows.batch_size),
         )
 
-    def _not_finite(self, step: Stepped, loss: float, norm: float) -> GptfastError:
+    def _not_finite(self, step: Stepped, loss: float, norm: float) -> NotFinite:
         starts = self._windows.starts(step.step)
         shown = ", ".join(str(start) for start in starts[:8]) + (" ..." if len(starts) > 8 else "")
         kept = self._run.steps() if self._run is not None else []
         good = f"step {kept[-1]} is the newest checkpoint" if kept else "no checkpoint was kept"
-        return GptfastError(
+        return NotFinite(
             f"step {step.step}: loss {loss}, gradient norm {norm} (windows starting at tokens "
             f"{shown}); {good}: lower train.learning_rate or set train.grad_clip and use --resume"
         )

@@ -15,7 +15,7 @@ from gptfast.checkpoint import Checkpoint, replace_text
 from gptfast.errors import GptfastError, Refused
 
 STEP_NAME = re.compile(r"step-(\d{6,})")
-UNFINISHED = re.compile(r"\.(step-\d{6,})\.(tmp|old)")
+UNFINISHED = re.compile(r"\.(step-\d{6,})\.(tmp|old|gone)")
 UNFINISHED_TEXT = re.compile(r"\.(latest|best|profile\.toml|metrics\.jsonl)\.tmp")
 
 
@@ -140,7 +140,9 @@ class Run:
         """Delete all checkpoints but the newest `keep` and the best."""
         for step in self.steps()[:-keep]:
             if step != best:
-                shutil.rmtree(self.checkpoint_folder(step))
+                folder = self.checkpoint_folder(step)
+                # Renamed first: one that a kill leaves half-deleted is nobody's checkpoint.
+                shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.gone")))
 
     def log(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Append records to `metrics.jsonl`."""

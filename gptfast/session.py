@@ -208,6 +208,7 @@ def run_info(
 def signals_stop(trainer: Trainer) -> Iterator[list[int]]:
     """SIGINT and SIGTERM let the step finish, save and stop; a second one stops at once.
 
+    While a checkpoint is being written a second one waits for it, and a third stops at once.
     Yields the signals caught so far. Handlers are as found afterwards. Outside the main thread,
     where Python allows no handlers, it does nothing.
     """
@@ -217,7 +218,7 @@ def signals_stop(trainer: Trainer) -> Iterator[list[int]]:
         return
 
     def handle(signum: int, frame: FrameType | None) -> None:
-        if caught:
+        if len(caught) > 1 or (caught and not trainer.saving):
             raise KeyboardInterrupt
         caught.append(signum)
         trainer.interrupt(signal.Signals(signum).name)

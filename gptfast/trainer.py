@@ -3,6 +3,9 @@
 It knows no optimization by name: what makes it fast hangs on the hooks. It owns what no plugin
 may: the token-weighted micro-batch loop, clipping between unscale and step, the schedule, the
 checkpoint, and the order save -> evaluate -> sample -> stop.
+
+Over 400 lines: building, stepping, saving and resuming share one state, and a run is followed best
+in one file.
 """
 
 from __future__ import annotations
@@ -23,10 +26,10 @@ from gptfast.checkpoint import Checkpoint, save_checkpoint
 from gptfast.data.batches import StoreWindows, WindowSource
 from gptfast.data.store import Store
 from gptfast.data.windows import WindowOrder
-from gptfast.errors import Refused
+from gptfast.errors import GptfastError, Refused
 from gptfast.evaluate import Score, evaluate
 from gptfast.hooks import Hooks
-from gptfast.journal import Journal
+from gptfast.journal import Journal, NotFinite
 from gptfast.model import GPT, count_parameters, flops_per_token
 from gptfast.optim import PlainStepper, build_adamw, lr_factor, set_lr, with_own_options
 from gptfast.plugin import Batch, Evaluated, Machine, Parts, Profile, Source, Stepped, Stepper, Want
@@ -96,7 +99,10 @@ class Trainer:
         self.progress = Progress()
         self.stop_reason: str | None = None
         """What ends the run before its last step."""
+        self.saving = False
+        """Whether a checkpoint is being written."""
         self._interrupted = False
+        self._updating = False
         self._checkpoint = checkpoint
         self._peak_flops = peak_flops
         self._has_val = "val" in store.splits and store.n_tokens("val") > 1
@@ -175,9 +181,15 @@ class Trainer:
         """Train up to step `until` (None: all of the profile's), or until something stops it."""
         steps = self.profile.train.steps
         until = steps if until is None else min(until, steps)
-        while self.progress.step < until and self.stop_reason is None:
-            self._after(self.one_step(), last=self.progress.step == until)
-        self.journal.flush()
+        try:
+            while self.progress.step < until and self.stop_reason is None:
+                self._after(self.one_step(), last=self.progress.step == until)
+            self.journal.flush()
+        except NotFinite:
+            raise
+        except Exception:
+            self._save_after_error()
+            raise
         if self.stop_reason is not None and self._saved_step != self.progress.step:
             # A signal that came when it was already decided what to do after the step.
             self.save()
@@ -201,10 +213,12 @@ class Trainer:
         factor = lr_factor(self.profile.train, self.progress.committed + 1)
         for group in self.optimizer.param_groups:
             set_lr(group, group["initial_lr"] * factor)
+        self._updating = True
         committed = self.stepper.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step += 1
         self.progress.committed += committed
+        self._updating = False
         event = Stepped(
             step=self.progress.step,
             steps=self.profile.train.steps,
@@ -264,13 +278,14 @@ class Trainer:
         stopped = self.stop_reason is not None
         ends = step == train.steps or (stopped and not self._interrupted)
         evaluates = self._has_val and (ends or due(train.eval_interval, step) or Want.EVAL in want)
-        saves = last or stopped or evaluates or due(train.save_interval, step) or Want.SAVE in want
         samples = (
             self._has_text
             and train.sample_tokens > 0
             and (ends or due(train.sample_interval, step))
         )
-        if saves or samples or due(train.log_interval, step):
+        asked = Want.SAVE in want or due(train.save_interval, step)
+        saves = asked or last or stopped or evaluates or samples
+        if saves or due(train.log_interval, step):
             # Also because a loss that is not finite must stop the run before it replaces a good
             # checkpoint.
             self.journal.flush()
@@ -287,12 +302,45 @@ class Trainer:
             self.stop_reason = "a plugin"
 
     def save(self) -> None:
-        """Write a checkpoint of this step, where the run is kept and it is not there yet."""
+        """Write a checkpoint of this step, where the run is kept."""
         if self.kept_in is None:
             return
+        self.saving = True
+        try:
+            self._write_checkpoint(self.kept_in)
+            keep = self.profile.train.keep_checkpoints
+            self.kept_in.rotate(keep=keep, best=self.progress.best_step)
+        finally:
+            self.saving = False
+
+    def _save_after_error(self) -> None:
+        """Save the last finished step, where that is safe and has not been tried.
+
+        Weights, optimizer and progress change between the call of the stepper and the count of
+        its step: an error in there may leave half an update, and nothing is saved. Before it, in
+        the forward and backward pass of the next step, they are those of the last one; random
+        numbers may have been drawn, so that dropout goes on with others. After it all observers
+        have seen the step, also those behind a failing one. Evaluations and samples, which may
+        swap weights, only begin once the step is saved. A loss that is not finite is found by the
+        flush. Older checkpoints stay: what failed may have spoilt more than it said.
+        """
+        step = self.progress.step
+        if self.kept_in is None or self._updating or self._saved_step == step:
+            return
+        try:
+            self.journal.flush()
+            self.saving = True
+            self._write_checkpoint(self.kept_in)
+        except (GptfastError, OSError, RuntimeError) as error:
+            self.listener.note(f"step {step} could not be saved after the error below: {error}")
+        finally:
+            self.saving = False
+
+    def _write_checkpoint(self, run: Run) -> None:
         step, model = self.progress.step, self.raw_model
+        self._saved_step = step  # at least tried: a full disk is not tried again
         checkpoint = save_checkpoint(
-            self.kept_in.checkpoint_folder(step),
+            run.checkpoint_folder(step),
             model=model.state_dict(),
             trainer={
                 "progress": vars(self.progress),
@@ -317,10 +365,7 @@ class Trainer:
                 },
             },
         )
-        self._saved_step = step
-        self.kept_in.point("latest", step)
-        keep = self.profile.train.keep_checkpoints
-        self.kept_in.rotate(keep=keep, best=self.progress.best_step)
+        run.point("latest", step)
         self.listener.saved(step, str(checkpoint.folder))
 
     def evaluate(self) -> Score | None:
@@ -373,8 +418,10 @@ class Trainer:
                 sampling=Sampling(),
                 generator=generator,
                 forward_scope=self.hooks.forward_scope,
+                should_stop=lambda: self._interrupted,
             )
-        self.listener.sampled(self.progress.step, text)
+        if not self._interrupted:
+            self.listener.sampled(self.progress.step, text)
 
     # resuming ----------------------------------------------------------------------------
 

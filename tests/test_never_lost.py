@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
+import signal
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plugin_helpers import found
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from gptfast import registry
 from gptfast.checkpoint import Checkpoint, save_checkpoint
 from gptfast.cli import main
 from gptfast.contract.tiny import write_tiny_store
 from gptfast.errors import Refused
+from gptfast.optim import PlainStepper
+from gptfast.plugin import Evaluated, Plugin, Stepped, Stepper, Want
 from gptfast.runs import Run
 
 MARKER = "PICKLE-CODE-RAN"
@@ -137,8 +146,9 @@ DAMAGES = [
     *[
         (name, damage)
         for name in ("model.safetensors", "trainer.pt", "meta.json")
-        for damage in (cut, zeroed, Path.unlink, hostile_pickle)
+        for damage in (cut, zeroed, hostile_pickle)
     ],
+    ("trainer.pt", Path.unlink),
     ("model.safetensors", zeroed_at_the_end),
     ("trainer.pt", zeroed_at_the_end),
     ("trainer.pt", hostile_zip),
@@ -274,3 +284,230 @@ def test_weights_of_another_model_are_refused(run: Run, capsys: Captured) -> Non
         error = said_in_one_line(capsys)
         assert error.count("other.") == 5
         assert "lacks: " in error
+
+
+# failing in the middle of a training -----------------------------------------------------------
+
+
+class FailsAt(Plugin.Options):  # type: ignore[name-defined,misc]  # a class of a class
+    hook: str
+    step: int = 5
+
+
+class Fails(Plugin):
+    """Raises in one hook, once `step` steps are done."""
+
+    Options = FailsAt
+
+    def __init__(self, options: FailsAt) -> None:
+        super().__init__(options)
+        self.steps = 0
+
+    def _fail(self, hook: str) -> None:
+        if self.options.hook == hook and self.steps == self.options.step:
+            raise RuntimeError(f"on purpose in {hook}")
+
+    def micro_scope(self, last: bool) -> AbstractContextManager[object]:
+        self._fail("micro_scope")
+        return nullcontext()
+
+    def build_stepper(self) -> Stepper:
+        return HalfAnUpdate(self)
+
+    def step(self, event: Stepped) -> Want:
+        self.steps = event.step
+        self._fail("step")
+        self._fail("step and state")
+        return Want.EVAL if self.options.hook == "evaluated" else Want.NOTHING
+
+    def evaluated(self, event: Evaluated) -> Want:
+        self._fail("evaluated")
+        return Want.NOTHING
+
+    def state(self) -> dict[str, Any]:
+        if self.options.hook == "step and state":
+            raise RuntimeError("no state either")
+        return {"steps": self.steps}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+class HalfAnUpdate(PlainStepper):
+    def __init__(self, owner: Fails) -> None:
+        self.owner = owner
+
+    def step(self, optimizer: Optimizer) -> bool:
+        if self.owner.options.hook == "stepper" and self.owner.steps == self.owner.options.step:
+            optimizer.param_groups[0]["params"][0].data.zero_()
+            self.owner._fail("stepper")
+        return super().step(optimizer)
+
+
+class Counts(Plugin):
+    """Comes after `Fails` in the profile, and must have seen the step too."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.seen: list[int] = []
+
+    def step(self, event: Stepped) -> Want:
+        self.seen.append(event.step)
+        return Want.NOTHING
+
+    def state(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {**registry.discover(), **found(fails=Fails, counts=Counts, signals=Signals)}
+    monkeypatch.setattr(registry, "discover", lambda: known)
+
+
+RARELY = ("--profile", "tiny", "--run", "rare", "--set", "train.save_interval=1000")
+
+
+@pytest.mark.parametrize(
+    ("hook", "saved"),
+    [("step", [5]), ("micro_scope", [5]), ("evaluated", [3, 4, 5]), ("stepper", [])],
+)
+def test_the_last_finished_step_is_saved_before_an_error_is_reported(
+    folder: Path, plugins: None, capsys: Captured, hook: str, saved: list[int]
+) -> None:
+    """The error is the one of the plugin; half an update is never saved."""
+    code = train(*RARELY, "--set", f"plugins.fails.hook={hook}", "--plugin", "counts")
+    assert code == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert f"on purpose in {hook}" in errors[-1]
+    assert not [line for line in errors if "Traceback" in line]
+    rare = Run(folder / "runs" / "rare")
+    assert rare.steps() == saved
+    if not saved:
+        return
+    rare.latest().check()
+    counted = rare.latest().load_trainer()["plugins"]["counts"]["state"]["seen"]
+    assert counted == [1, 2, 3, 4, 5]
+    going_on = ("--set", "plugins.fails.hook=none", "--stop-at", "7")
+    assert train("--run", "rare", "--resume", *going_on) == 0
+    assert equal(weights(rare), weights(Run(folder / "runs" / "two")))
+    steps = [record["step"] for record in rare.metrics() if record["kind"] == "step"]
+    assert steps == list(range(1, 8))
+
+
+def test_the_first_error_is_reported_also_when_saving_fails(
+    folder: Path, plugins: None, capsys: Captured
+) -> None:
+    assert train(*RARELY, "--set", 'plugins.fails.hook="step and state"') == 1
+    out = capsys.readouterr()
+    assert "on purpose in step and state" in out.err.splitlines()[-1]
+    assert "no state either" in out.out + out.err
+    assert Run(folder / "runs" / "rare").steps() == []
+
+
+def test_an_error_after_a_save_neither_repeats_it_nor_deletes_older_ones(
+    folder: Path, plugins: None
+) -> None:
+    often = ("--set", "train.save_interval=1", "--set", "train.keep_checkpoints=2")
+    assert train(*RARELY, *often, "--set", "plugins.fails.hook=step") == 1
+    assert Run(folder / "runs" / "rare").steps() == [3, 4, 5]
+
+
+# signals ---------------------------------------------------------------------------------------
+
+
+class SignalsAt(Plugin.Options):  # type: ignore[name-defined,misc]  # a class of a class
+    at: str
+    """ "evaluation", "sample" or "save"."""
+    times: int = 1
+    number: int = int(signal.SIGINT)
+
+
+class Signals(Plugin):
+    """Sends its own process signals in step 4's evaluation, sample or save."""
+
+    Options = SignalsAt
+
+    def __init__(self, options: SignalsAt) -> None:
+        super().__init__(options)
+        self.steps = 0
+        self.forwards: list[int] = []
+        self.evaluating = False
+        SEEN.append(self)
+
+    def _send(self) -> None:
+        for _ in range(self.options.times):
+            os.kill(os.getpid(), self.options.number)
+
+    @contextmanager
+    def eval_scope(self) -> Iterator[None]:
+        self.evaluating = True
+        yield
+        self.evaluating = False
+
+    def forward_scope(self) -> AbstractContextManager[object]:
+        if self.evaluating:
+            self.forwards.append(self.steps)
+            if len(self.forwards) == 2:
+                self._send()
+        return nullcontext()
+
+    def step(self, event: Stepped) -> Want:
+        self.steps = event.step
+        if event.step == 4:
+            return {"evaluation": Want.EVAL, "save": Want.SAVE}.get(self.options.at, Want.NOTHING)
+        return Want.NOTHING
+
+    def state(self) -> dict[str, Any]:
+        if self.options.at == "save" and self.steps == 4:
+            self._send()
+        return {}
+
+
+SEEN: list[Signals] = []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("at", "settings"),
+    [
+        ("evaluation", []),
+        ("sample", ["train.sample_interval=4", "train.sample_tokens=14"]),
+    ],
+)
+def test_a_signal_ends_an_evaluation_and_a_sample_at_once(
+    folder: Path,
+    plugins: None,
+    capsys: Captured,
+    at: str,
+    settings: list[str],
+    number: signal.Signals,
+    code: int,
+) -> None:
+    """CLI-06 and CLI-08: not a batch nor a token later; the step is saved."""
+    sets = [f"--set=plugins.signals.{key}" for key in (f"at={at}", f"number={int(number)}")]
+    sets += [f"--set={key}" for key in settings]
+    assert train(*RARELY, *sets) == code
+    assert number.name in capsys.readouterr().err
+    assert SEEN.pop().forwards == [4, 4]
+    rare = Run(folder / "runs" / "rare")
+    assert rare.steps() == [4]
+    assert train("--run", "rare", "--resume", "--without", "signals", "--stop-at", "7") == 0
+    assert equal(weights(rare), weights(Run(folder / "runs" / "two")))
+
+
+@pytest.mark.parametrize(("times", "saved"), [(1, [4]), (2, [4]), (3, [])])
+def test_ctrl_c_during_a_save_never_leaves_a_cut_file(
+    folder: Path, plugins: None, times: int, saved: list[int]
+) -> None:
+    """The save is finished after a second Ctrl-C, and cleared away after a third."""
+    sets = ("--set", "plugins.signals.at=save", "--set", f"plugins.signals.times={times}")
+    assert train(*RARELY, *sets) == 130
+    rare = Run(folder / "runs" / "rare")
+    assert rare.steps() == saved
+    assert [path.name for path in rare.checkpoints.iterdir()] == [f"step-{s:06d}" for s in saved]
+    if saved:
+        rare.newest_intact()

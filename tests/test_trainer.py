@@ -643,7 +643,7 @@ def test_a_loss_that_is_not_a_number_stops_before_it_is_saved(
 
 @pytest.mark.parametrize(
     ("at", "hook", "steps"),
-    [("setup", "setup", []), ("step 5", "step", [2, 4]), ("teardown", "teardown", [18, 20])],
+    [("setup", "setup", []), ("step 5", "step", [2, 4, 5]), ("teardown", "teardown", [18, 20])],
 )
 def test_a_failing_plugin_is_named_and_the_checkpoint_is_intact(
     train: Train, tmp_path: Path, capsys: Captured, at: str, hook: str, steps: list[int]
