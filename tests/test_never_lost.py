@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
 import signal
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -511,3 +514,71 @@ def test_ctrl_c_during_a_save_never_leaves_a_cut_file(
     assert [path.name for path in rare.checkpoints.iterdir()] == [f"step-{s:06d}" for s in saved]
     if saved:
         rare.newest_intact()
+
+
+# kills and full disks --------------------------------------------------------------------------
+
+
+def test_a_run_killed_while_it_saves_is_whole(tmp_path: Path, trained: Path) -> None:
+    """RES-06: 40 times `kill -9`, and the run equals one that was never killed."""
+    shutil.copy(trained / "tiny.h5", tmp_path)
+    often = PROFILE.replace("save_interval = 2", "save_interval = 1")
+    often = often.replace("steps = 8", "steps = 100000").replace("[profiles.tiny.", "[")
+    (tmp_path / "gptfast.toml").write_text(often.replace("[profiles.tiny]\n", ""))
+    program = Path(__file__).with_name("killed_saves.py")
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path), "40", "7"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(program.parent.parent), "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["kills"] == 40
+    assert found["kills_in_a_save"] >= 5
+    assert found["logged"] == list(range(1, found["steps"] + 1))
+    assert found["unfinished"] == []
+    assert found["equal"]
+
+
+@contextmanager
+def no_file_above(n_bytes: int) -> Iterator[None]:
+    """What a full disk does to a file that grows."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer.pt"])
+def test_a_full_disk_leaves_the_old_checkpoint(run: Run, capsys: Captured, name: str) -> None:
+    """RES-06: exit 1 with the path and the bytes needed; with room again the run goes on."""
+    folder = run.checkpoint_folder(6)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with no_file_above(len(before[name]) - 1):
+        assert resume("--stop-at", "7") == 1
+    error = said_in_one_line(capsys)
+    assert "step-000007: cannot save" in error
+    needed = int(error.split("about ")[1].split(" bytes")[0].replace(",", ""))
+    size = sum(len(before[name]) for name in ("model.safetensors", "trainer.pt"))
+    assert size * 0.8 < needed < size
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert list(run.folder.rglob(".*")) == []
+    assert resume("--stop-at", "7") == 0
+    assert equal(weights(run), weights(Run(run.folder.with_name("two"))))
+
+
+def test_a_kill_between_two_renames_loses_nothing(run: Run) -> None:
+    """A checkpoint that was being replaced comes back; one that was being deleted is gone."""
+    run.checkpoint_folder(6).rename(run.checkpoints / ".step-000006.old")
+    run.checkpoint_folder(2).rename(run.checkpoints / ".step-000002.gone")
+    (run.folder / ".latest.tmp").write_text("step-")
+    again = Run.resumed(run.folder)
+    assert again.steps() == [4, 6]
+    assert again.newest_intact().checkpoint.step == 6
+    assert list(run.folder.rglob(".*")) == []

@@ -1,0 +1,113 @@
+"""Kills a training that saves each step, again and again; a program for `test_never_lost.py`.
+
+    python killed_saves.py FOLDER ROUNDS SEED
+
+FOLDER holds a `gptfast.toml`. Each round forks after the imports, resumes the run and kills it at a
+random moment. Prints what it found as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from gptfast import config, session
+from gptfast.checkpoint import Checkpoint
+from gptfast.report import RunInfo, Silent
+from gptfast.runs import Run
+
+LONGEST_S = 0.2
+"""Most that a round may live once it trains; a step with its save takes a fraction of that."""
+
+
+class Starts(Silent):
+    """Makes sure that nothing half-made is left when a run begins, and tells of the beginning."""
+
+    def __init__(self, run: Run, tell: int | None) -> None:
+        self.run, self.tell = run, tell
+
+    def started(self, info: RunInfo) -> None:
+        assert not unfinished(self.run)
+        if self.tell is not None:
+            os.write(self.tell, b"!")
+
+
+def unfinished(run: Run) -> list[str]:
+    return [path.name for path in run.folder.rglob(".*")]
+
+
+def train(run: Run, *, stop_at: int | None = None, tell: int | None = None) -> None:
+    session.train(
+        config.load(folder=run.folder.parent.parent),
+        run=run.folder.name,
+        resume=bool(run.steps()),
+        stop_at=stop_at,
+        device="cpu",
+        folder=run.folder.parent.parent,
+        listener=Starts(run, tell),
+    )
+
+
+def killed_round(run: Run, seconds: float, *, once_started: bool) -> None:
+    hear, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        train(run, tell=tell)
+        os._exit(0)
+    os.close(tell)
+    if once_started:
+        assert os.read(hear, 1), "the round has not begun to train"
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    os.close(hear)
+    assert os.WIFSIGNALED(status), f"ended by itself: {status}"
+
+
+def main(folder: Path, rounds: int, seed: int) -> None:
+    torch.set_num_threads(1)
+    # A quarter of a second of warming up in each round would hit no save.
+    session.measure_matmul_peak = lambda *args, **kwargs: 1.0
+    chance = random.Random(seed)
+    run = Run(folder / "runs" / "killed")
+    # What torch imports in its first step is imported before the forks.
+    train(Run(folder / "runs" / "first"), stop_at=1)
+    in_save = 0
+    for number in range(rounds):
+        before = run.steps()
+        # One in four may be hit while it is still being built and resumed.
+        killed_round(run, chance.uniform(0, LONGEST_S), once_started=number % 4 != 0)
+        in_save += bool(run.folder.exists() and unfinished(run))
+        steps = run.steps()
+        assert steps[-1:] >= before[-1:], "a newer checkpoint is gone"
+        for step in steps:
+            Checkpoint.open(run.checkpoint_folder(step)).check()
+    last = run.steps()[-1] + 1
+    train(run, stop_at=last)
+    straight = Run(folder / "runs" / "straight")
+    train(straight, stop_at=last)
+    one, other = (load_file(one.latest().folder / "model.safetensors") for one in (run, straight))
+    sys.stdout.write(
+        json.dumps(
+            {
+                "kills": rounds,
+                "kills_in_a_save": in_save,
+                "steps": last,
+                "logged": [r["step"] for r in run.metrics() if r["kind"] == "step"],
+                "unfinished": unfinished(run),
+                "equal": all(torch.equal(one[name], other[name]) for name in one),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
