@@ -100,6 +100,18 @@ class Finished:
     folder: str | None
 
 
+@dataclass(frozen=True)
+class Course:
+    """A run over its steps, as its log has it: (step, value) in order of the steps."""
+
+    name: str
+    train: list[tuple[int, float]]
+    """Training loss, in nats."""
+    val: list[tuple[int, float]]
+    """Validation loss, in nats."""
+    tokens_per_s: list[tuple[int, float]]
+
+
 class Listener(Protocol):
     """Whoever watches a run. The trainer calls it between steps, from one thread."""
 

@@ -6,13 +6,17 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from gptfast.checkpoint import Checkpoint, replace_text
 from gptfast.errors import GptfastError, Refused
+from gptfast.profile import nearest
+from gptfast.report import Course
 
 STEP_NAME = re.compile(r"step-(\d{6,})")
 UNFINISHED = re.compile(r"\.(step-\d{6,})\.(tmp|old|gone)")
@@ -30,6 +34,29 @@ class Resumable:
 
     checkpoint: Checkpoint
     damaged: dict[int, str]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in one row.
+
+    Attributes:
+        step: steps done, as far as it is known from the log or a checkpoint.
+        steps: of the whole run; None: it has no checkpoint that says so.
+        written: when it last wrote, ISO 8601 in local time.
+        fault: why its newest checkpoint cannot be read.
+    """
+
+    name: str
+    folder: str
+    profile: str | None
+    step: int
+    steps: int | None
+    val_loss: float | None
+    best_val_loss: float | None
+    written: str
+    n_bytes: int
+    fault: str | None
 
 
 class Run:
@@ -157,19 +184,136 @@ class Run:
             ) from error
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All records so far; a line that a kill cut short is left out."""
+        """All records so far; a line that a kill or a crash cut short is left out."""
+        if not self._metrics.exists():
+            return []
         records = []
-        for line in self._metrics.read_text(encoding="utf-8").splitlines():
+        for line in self._metrics.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                records.append(json.loads(line))
+                record = json.loads(line)
             except ValueError:
                 continue
+            if isinstance(record, dict) and record.keys() >= {"kind", "step"}:
+                records.append(record)
         return records
+
+    def summary(self) -> Summary:
+        """What `runs list` says."""
+        meta: dict[str, Any] = {}
+        fault = None
+        try:
+            if self.steps():
+                meta = self.latest().meta
+        except Refused as error:
+            fault = str(error)
+        records = self.metrics()
+        losses = [record["loss"] for record in records if record["kind"] == "eval"]
+        profile = meta.get("profile", {})
+        return Summary(
+            name=self.folder.name,
+            folder=str(self.folder),
+            profile=profile.get("name"),
+            step=max([0, *self.steps(), *(record["step"] for record in records)]),
+            steps=profile["train"].get("steps") if profile else None,
+            val_loss=losses[-1] if losses else None,
+            best_val_loss=min(losses, default=None),
+            written=_when(self._metrics.stat().st_mtime),
+            n_bytes=_n_bytes(self.folder),
+            fault=fault,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """All that it takes to repeat the run, and what is there of it.
+
+        Raises:
+            Refused: it has no checkpoint, or the newest cannot be read.
+        """
+        if not self.steps():
+            raise Refused(f"{self.folder}: has no checkpoint yet: train it with --run")
+        meta = self.latest().meta
+        profile, data = meta["profile"], meta["data"]
+        pointers: dict[int, list[str]] = {step: [] for step in self.steps()}
+        for pointer in ("latest", "best"):
+            path = self.folder / pointer
+            match = STEP_NAME.fullmatch(path.read_text("utf-8").strip()) if path.exists() else None
+            if match and int(match[1]) in pointers:
+                pointers[int(match[1])].append(pointer)
+        return {
+            **vars(self.summary()),
+            "seed": profile["train"].get("seed"),
+            "data": {
+                "path": data["path"],
+                "source": data.get("source"),
+                "sha256": data["fingerprint"],
+            },
+            "plugins": {
+                name: {**package, "options": profile["plugins"].get(name, {})}
+                for name, package in meta["plugins"].items()
+            },
+            "machine": meta.get("machine"),
+            "versions": meta.get("versions", {}),
+            "sessions": meta.get("sessions", []),
+            "checkpoints": [
+                {
+                    "step": step,
+                    "folder": str(self.checkpoint_folder(step)),
+                    "n_bytes": _n_bytes(self.checkpoint_folder(step)),
+                    "pointers": named,
+                }
+                for step, named in pointers.items()
+            ],
+        }
+
+    def course(self) -> Course:
+        """Losses and speed over the steps."""
+        records = self.metrics()
+        steps = [record for record in records if record["kind"] == "step"]
+        return Course(
+            name=self.folder.name,
+            train=[(record["step"], record["loss"]) for record in steps],
+            val=[(r["step"], r["loss"]) for r in records if r["kind"] == "eval"],
+            tokens_per_s=[(r["step"], r["tokens"] / r["step_ms"] * 1e3) for r in steps],
+        )
 
     def forget_after(self, step: int) -> None:
         """Drop the records of steps that a resumed run will do again."""
         kept = [record for record in self.metrics() if record["step"] <= step]
         replace_text(self._metrics, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def known_runs(parent: Path) -> list[Run]:
+    """The runs in a folder, the one written to last first."""
+    logs = sorted(parent.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+    return [Run(path.parent) for path in reversed(logs)]
+
+
+def find_run(name: str, *, parent: Path) -> Run:
+    """The run of this name, or at this path.
+
+    Raises:
+        Refused: there is none.
+    """
+    run = Run(run_folder(name, parent=parent))
+    if not (run.folder / "metrics.jsonl").is_file():
+        raise Refused(
+            f"{name}: no run: {nearest(name, [r.folder.name for r in known_runs(parent)])}"
+        )
+    return run
+
+
+def git_commit(folder: Path) -> str | None:
+    """The commit that `folder` is at, `-dirty` where files differ. None: no repository, no git."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
 
 
 def run_folder(name: str, *, parent: Path) -> Path:
@@ -220,6 +364,14 @@ def find_checkpoint(name: str, *, parent: Path) -> Checkpoint:
     known = sorted(path.name for path in parent.iterdir()) if parent.is_dir() else []
     runs = f"runs here: {', '.join(known)}" if known else f"there is no run under {parent}"
     raise Refused(f"{name}: neither a run nor a checkpoint folder: {runs}")
+
+
+def _n_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).isoformat(" ", timespec="seconds")
 
 
 def _numbered(profile: str, number: int) -> str:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +25,7 @@ from gptfast.machine import find_machine, measure_matmul_peak, peak_dtype
 from gptfast.model import count_parameters, flops_per_token
 from gptfast.plugin import Profile
 from gptfast.report import Finished, Listener, PluginLine, RunInfo
-from gptfast.runs import Run, free_name, newest_name, run_folder
+from gptfast.runs import Run, free_name, git_commit, newest_name, run_folder
 from gptfast.trainer import Trainer
 
 GPT2_VOCABULARY = 50_257
@@ -39,6 +40,7 @@ def train(
     stop_at: int | None = None,
     device: str = "auto",
     asked: Sequence[str] = (),
+    command: Sequence[str] = (),
     folder: Path,
     listener: Listener,
 ) -> Finished:
@@ -49,6 +51,7 @@ def train(
         resume: go on from the newest checkpoint of the run.
         stop_at: stop after this step, as if interrupted there.
         asked: plugins that must be supported here, whatever the profile says.
+        command: the command line, kept with the run.
 
     Raises:
         Refused: before anything was done: profile, data, plugins or folder do not allow the run.
@@ -96,6 +99,15 @@ def train(
             checkpoint=checkpoint,
             listener=listener,
             peak_flops=peak,
+            sessions=[
+                *(checkpoint.meta.get("sessions", []) if checkpoint else []),
+                {
+                    "after_step": checkpoint.step if checkpoint else 0,
+                    "started": datetime.now().isoformat(" ", timespec="seconds"),
+                    "command": list(command),
+                    "git_commit": git_commit(folder),
+                },
+            ],
         )
         with signals_stop(trainer) as caught, trainer:
             listener.started(run_info(trainer, selection, kept, peak))

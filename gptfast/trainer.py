@@ -11,10 +11,13 @@ in one file.
 from __future__ import annotations
 
 import math
+import platform
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,6 +72,7 @@ class Trainer:
         checkpoint: the point to go on from; None starts at step 0.
         listener: told what happens.
         peak_flops: measured matmul peak, for the share of it that a step reaches.
+        sessions: how this run was started and resumed; stored in each checkpoint.
     """
 
     raw_model: GPT
@@ -88,6 +92,7 @@ class Trainer:
         checkpoint: Checkpoint | None = None,
         listener: Listener | None = None,
         peak_flops: float | None = None,
+        sessions: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.asked_profile = profile
         self.profile = profile
@@ -105,6 +110,7 @@ class Trainer:
         self._updating = False
         self._checkpoint = checkpoint
         self._peak_flops = peak_flops
+        self._sessions = list(sessions)
         self._has_val = "val" in store.splits and store.n_tokens("val") > 1
         # A foreign file of bare ids has no tokenizer to show a text with.
         self._has_text = store.tokenizer_name is not None
@@ -356,10 +362,16 @@ class Trainer:
                 "plugins": {
                     e.name: {"package": e.package, "version": e.version} for e in self.hooks.enabled
                 },
-                "data": {"path": str(self.store.path), "fingerprint": self.store.fingerprint},
+                "data": {
+                    "path": str(self.store.path),
+                    "fingerprint": self.store.fingerprint,
+                    "source": self.store.source,
+                },
                 "machine": self.machine.name,
+                "sessions": self._sessions,
                 "versions": {
                     "gptfast": gptfast.__version__,
+                    "python": platform.python_version(),
                     "torch": torch.__version__,
                     "numpy": np.__version__,
                 },

@@ -30,6 +30,7 @@ COMMANDS = {
     "eval": "Score a model on held-out text.",
     "generate": "Continue a text with a model.",
     "bench": "Measure what each plugin of a profile brings on this machine.",
+    "runs": "List, describe and plot trainings.",
     "plugins": "List, explain and check the optimizations.",
     "config": "Show profiles and where each value comes from.",
 }
@@ -109,18 +110,19 @@ def main(args: Sequence[str] | None = None) -> int:
     of the output left. Every failure is one line on stderr.
     """
     app = App.from_environment(os.environ)
+    app.arguments = tuple(sys.argv[1:] if args is None else args)
     try:
         with _sigterm_unwinds():
-            return _run(app, list(sys.argv[1:] if args is None else args))
+            return _run(app)
     except BrokenPipeError:
         _forget_stdout()
         return BROKEN_PIPE
 
 
-def _run(app: App, args: list[str]) -> int:
+def _run(app: App) -> int:
     try:
         try:
-            with group.make_context("gptfast", args, obj=app) as ctx:
+            with group.make_context("gptfast", list(app.arguments), obj=app) as ctx:
                 group.invoke(ctx)
             sys.stdout.flush()
         except click.exceptions.Exit as leave:

@@ -19,6 +19,8 @@ class App:
     """Where downloads are kept. It need not exist yet."""
     folder: Path
     """Base of relative paths on the command line."""
+    arguments: tuple[str, ...] = ()
+    """The command line, without the program's name."""
     debug: bool = False
     """Show the traceback of an error."""
 

@@ -63,6 +63,7 @@ def command(
             stop_at=stop_at,
             device=device,
             asked=asked,
+            command=("gptfast", *app.arguments),
             folder=app.folder,
             listener=listener,
         )

@@ -1,0 +1,135 @@
+"""Loss and speed of runs over their steps: as a picture, by matplotlib, and with characters."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from gptfast.console.curve import Point, Series, loss_curve
+from gptfast.console.text import count, one_line, sparkline
+from gptfast.errors import Refused
+from gptfast.report import Course
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg")
+MAX_POINTS = 2048
+"""Of one line in a picture; more become means of neighbours."""
+NARROWEST = 24
+"""Columns of the least plot that can be read."""
+
+
+def picture(courses: Sequence[Course], *, suffix: str) -> bytes:
+    """A file of both charts, loss above tokens per second, each run in a colour of its own.
+
+    The same runs give the same bytes with the same matplotlib.
+
+    Args:
+        suffix: one of FORMATS.
+
+    Raises:
+        Refused: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise Refused(
+            'a picture needs matplotlib: pip install "gptfast[plot]", or leave --out out to plot '
+            "in the terminal"
+        ) from error
+    # SVG ids are random and dates are now, unless told otherwise.
+    with matplotlib.rc_context({"svg.hashsalt": "gptfast", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(9, 7), layout="constrained")
+        _draw(figure, courses)
+        file = io.BytesIO()
+        metadata = {"Date": None} if suffix == ".svg" else {}
+        figure.savefig(file, format=suffix.removeprefix("."), dpi=150, metadata=metadata)
+    return file.getvalue()
+
+
+def _draw(figure: Figure, courses: Sequence[Course]) -> None:
+    losses, speeds = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for number, course in enumerate(courses):
+        # A name that starts with _ would be left out of the legend, and $ begins mathematics.
+        name = one_line(course.name).replace("$", r"\$")
+        colour = f"C{number % 10}"
+        losses.plot(
+            *_columns(course.train), color=colour, linewidth=1, alpha=0.6, label=f"{name}, training"
+        )
+        if course.val:
+            losses.plot(
+                *_columns(course.val),
+                color=colour,
+                marker="o",
+                markersize=4,
+                label=f"{name}, validation",
+            )
+        speeds.plot(*_columns(course.tokens_per_s), color=colour, linewidth=1, label=name)
+    losses.set_ylabel("loss (nats per token)")
+    speeds.set_ylabel("tokens/s")
+    speeds.set_xlabel("step")
+    speeds.set_ylim(bottom=0)
+    losses.legend(fontsize="small")
+    for axes in (losses, speeds):
+        axes.grid(alpha=0.3)
+
+
+def _columns(points: Sequence[Point]) -> tuple[list[int], list[float]]:
+    kept = _thinned(points, MAX_POINTS)
+    return [step for step, _ in kept], [value for _, value in kept]
+
+
+def _thinned(points: Sequence[Point], capacity: int) -> list[Point]:
+    series = Series(capacity)
+    for step, value in points:
+        series.add(step, value)
+    return series.points
+
+
+def in_terminal(
+    courses: Sequence[Course], *, width: int, ascii_only: bool = False
+) -> Iterator[Text]:
+    """For each run its name, its losses, and its speed as one line of blocks."""
+    width = max(width, NARROWEST)
+    for course in courses:
+        yield Text(one_line(course.name, ascii_only=ascii_only), style="bold")
+        curve = loss_curve(
+            _thinned(course.train, 512), course.val, width=width, ascii_only=ascii_only
+        )
+        yield curve if curve.plain else Text("too few steps to plot", style="dim")
+        speeds = [speed for _, speed in course.tokens_per_s]
+        if speeds:
+            said = f" median {count(statistics.median(speeds))} tokens/s"
+            blocks = sparkline(speeds, max(width - len(said), 8), ascii_only=ascii_only)
+            yield Text(f"{blocks}{said}\n", no_wrap=True)
+
+
+def write(path: Path, courses: Sequence[Course]) -> None:
+    """Write `picture` to a file that appears complete or not at all.
+
+    Raises:
+        Refused: another suffix than FORMATS, no matplotlib, or no place to write to.
+    """
+    if path.suffix not in FORMATS:
+        raise Refused(
+            f"--out {path}: unknown picture format: end the name in {' or '.join(FORMATS)}"
+        )
+    drawn = picture(courses, suffix=path.suffix)
+    beside = path.with_name(f".{path.name}.tmp")
+    try:
+        try:
+            beside.write_bytes(drawn)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise Refused(
+            f"--out {path}: cannot be written ({error.strerror}): name another"
+        ) from error
