@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,3 +72,22 @@ class WordTokenizer:
 
     def definition(self) -> dict[str, Any]:
         return {"kind": "words", "name": self.name}
+
+
+def command(
+    *args: object, folder: Path, stdin: bytes = b"", **environ: str
+) -> subprocess.CompletedProcess[bytes]:
+    """`gptfast prepare` in a process of its own, in `folder`."""
+    return subprocess.run(
+        [sys.executable, "-m", "gptfast", "prepare", *map(str, args)],
+        cwd=folder,
+        input=stdin,
+        capture_output=True,
+        env={**os.environ, **environ},
+        timeout=120,
+    )
+
+
+def only(folder: Path, *names: str) -> bool:
+    """Whether `folder` holds just these, hidden ones counted."""
+    return sorted(path.name for path in folder.iterdir()) == sorted(names)

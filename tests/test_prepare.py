@@ -23,32 +23,26 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from data_helpers import INPUTS, TEXT, WordTokenizer, prepared, stored_ids, tiny_shakespeare
+from data_helpers import (
+    INPUTS,
+    TEXT,
+    WordTokenizer,
+    command,
+    only,
+    prepared,
+    stored_ids,
+    tiny_shakespeare,
+)
 
 from gptfast.cli import main
-from gptfast.data import corpus, shakespeare, writer
+from gptfast.data import packing, shakespeare, writer
 from gptfast.data import prepare as prepare_module
+from gptfast.data.formats import Reading
 from gptfast.data.prepare import default_out, prepare
 from gptfast.data.sources import find
 from gptfast.data.store import Store
 from gptfast.data.windows import WindowOrder
 from gptfast.errors import GptfastError, Refused
-
-
-def command(*args: object, folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gptfast", "prepare", *map(str, args)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environ},
-        timeout=120,
-    )
-
-
-def only(folder: Path, *names: str) -> bool:
-    """Whether `folder` holds just these, hidden ones counted."""
-    return sorted(path.name for path in folder.iterdir()) == sorted(names)
 
 
 def has_spool(pid: int, folder: Path) -> bool:
@@ -156,7 +150,9 @@ def test_bytes_that_are_not_utf8(
     assert only(tmp_path)
 
     content = (TEXT / name).read_bytes()
-    result, store = prepared(tmp_path, TEXT / name, errors="replace", val_fraction=0)
+    result, store = prepared(
+        tmp_path, TEXT / name, reading=Reading(errors="replace"), val_fraction=0
+    )
     text = store.tokenizer().decode(stored_ids(store))
     assert result.n_replaced == text.count("\ufffd") > 0
     assert n_replaced in (None, result.n_replaced)
@@ -176,24 +172,6 @@ def test_a_bad_byte_is_found_where_it_is(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(Refused, match=rf"byte {byte} \(0x"):
             prepared(tmp_path, path)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "compressed/ok.txt.gz",
-        "compressed/gz_bytes_named.txt",
-        "compressed/plain_named.txt.gz",
-        "jsonl/ok.jsonl",
-        "parquet/ok.parquet",
-        "hdf5/ok_u16_ramp20000.h5",
-    ],
-)
-def test_what_is_not_plain_text_is_refused(name: str, tmp_path: Path) -> None:
-    """TXT-18: by content and by name, and never as text."""
-    with pytest.raises(Refused, match="only plain text"):
-        prepared(tmp_path, INPUTS / name)
-    assert only(tmp_path)
 
 
 # documents and splits ----------------------------------------------------------------------------
@@ -236,7 +214,8 @@ def test_the_size_of_a_chunk_changes_nothing(
     """One separator at the end of a document, not of each chunk; one document start."""
     _, whole = prepared(tmp_path, folder)
     expected = [stored_ids(whole), whole.documents("train").tolist()]
-    monkeypatch.setattr(corpus, "_BLOCK", 20)
+    monkeypatch.setattr(packing, "BLOCK", 20)
+    monkeypatch.setattr(prepare_module, "_BATCH", 1)
     seen: list[tuple[int, int, int]] = []
     _, cut = prepared(tmp_path, folder, force=True, progress=lambda *now: seen.append(now))
     assert len(seen) > 10
@@ -305,8 +284,8 @@ def test_a_glob_is_expanded_in_order(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = find(["texts/**/*.*"], cache_dir=None, note=print).documents
-    names = [document.label for document in found]
+    found = find(["texts/**/*.*"], cache_dir=None, note=print)
+    names = [source.label for source in found.sources]
     assert names == [
         "texts/a.txt",
         "texts/b/c.md",
@@ -321,7 +300,7 @@ def test_a_glob_is_expanded_in_order(
     [
         ("nothing.txt", "no such file or folder"),
         ("none*.txt", "no file matches"),
-        ("empty-folder", "no .txt or .md file in this folder"),
+        ("empty-folder", "no file in this folder or below it ends with .txt, .md, .jsonl"),
     ],
 )
 def test_a_source_that_is_not_there_is_refused(
@@ -358,14 +337,12 @@ def test_the_order_of_the_disk_does_not_matter(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, first = prepared(tmp_path, folder)
-    walk = os.walk
+    rglob = Path.rglob
 
-    def backwards(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-        for root, folders, files in walk(top):
-            folders.sort(reverse=True)
-            yield root, folders, sorted(files, reverse=True)
+    def backwards(top: Path, pattern: str) -> list[Path]:
+        return sorted(rglob(top, pattern), reverse=True)
 
-    monkeypatch.setattr(os, "walk", backwards)
+    monkeypatch.setattr(Path, "rglob", backwards)
     _, second = prepared(tmp_path, folder, force=True)
     assert first.fingerprint == second.fingerprint
 
@@ -523,8 +500,8 @@ def test_a_text_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
 
     survey = prepare_module.survey
 
-    def surveyed(document: object, **options: object) -> object:
-        found = survey(document, **options)
+    def surveyed(*args: object, **options: object) -> object:
+        found = survey(*args, **options)
         text.write_text("4 5 6")
         return found
 

@@ -45,6 +45,20 @@ if TYPE_CHECKING:
     help="Bytes that are not UTF-8: refuse the file, or put U+FFFD for each.",
 )
 @click.option(
+    "--text-key",
+    metavar="KEY",
+    default="text",
+    show_default=True,
+    help="Where the text is: a key of JSON lines.",
+)
+@click.option(
+    "--on-bad-row",
+    type=click.Choice(["stop", "skip"]),
+    default="stop",
+    show_default=True,
+    help="Rows without such a text: refuse the file, or leave them out and count them.",
+)
+@click.option(
     "--workers",
     type=click.IntRange(min=1),
     metavar="N",
@@ -61,15 +75,20 @@ def command(
     tokenizer: str,
     val_fraction: float,
     errors: Literal["strict", "replace"],
+    text_key: str,
+    on_bad_row: Literal["stop", "skip"],
     workers: int | None,
     force: bool,
     as_json: bool,
 ) -> None:
     """Turn text into a file of tokens.
 
-    SOURCE is shakespeare, a text file, a folder with .txt or .md files, or a glob. Several files
-    become documents with a separator after each; one file is one stream of text.
+    SOURCE is shakespeare, a file, a folder or a glob. Files named .jsonl or
+    .ndjson hold rows, all others plain text; each may be packed with
+    gzip or zstd. In a folder, these and .txt and .md are read. Several files, and rows, become
+    documents with a separator after each; one text is one stream.
     """
+    from gptfast.data.formats import Reading
     from gptfast.data.prepare import prepare
 
     with app.console.prepare_progress(None) as progress:
@@ -78,7 +97,7 @@ def command(
             out=out,
             tokenizer=tokenizer,
             val_fraction=val_fraction,
-            errors=errors,
+            reading=Reading(errors=errors, text_key=text_key, on_bad_row=on_bad_row),
             workers=workers,
             force=force,
             cache_dir=app.cache_dir,
@@ -110,5 +129,12 @@ def _show(prepared: Prepared, console: Console, folder: Path) -> None:
     )
     if prepared.n_replaced:
         console.warn(f"replaced {prepared.n_replaced:,} bytes that were not UTF-8 by U+FFFD")
-    if prepared.n_empty:
-        console.note(f"empty files left out: {prepared.n_empty:,}")
+    if prepared.n_bad_rows:
+        console.warn(f"skipped {prepared.n_bad_rows:,} bad row{'s' * (prepared.n_bad_rows != 1)}")
+    left_out = [
+        f"{count:,} {kind}"
+        for count, kind in ((prepared.n_null, "null"), (prepared.n_empty, "empty"))
+        if count
+    ]
+    if left_out:
+        console.note(f"documents left out: {' + '.join(left_out)}")

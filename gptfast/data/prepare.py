@@ -1,19 +1,21 @@
 """From text to a data file: what `gptfast prepare` does.
 
-Each document is read twice: once to check and to count it, so that bad input is refused before any
-work, and once to encode it. Memory stays the same however long the text is.
+Each source is read twice: once to check and to count it, so that bad input is refused before any
+work, and once to encode it. Memory does not grow with the text, only by 16 bytes for each of its
+documents.
 
 One plain text is one stream: the last characters, from int(n * (1 - val_fraction)) on, are the
-validation split, and no separator is added. Several files are documents: whole ones from the end
-are the validation split, as near to its share as they allow, and a separator follows each that is
-not empty. The bytes and chars tokenizers have no separator; there documents join directly, and
-only the document starts in the data file tell them apart.
+validation split, and no separator is added. Several files and the rows of a file are documents:
+whole ones from the end are the validation split, as near to its share as they allow, and a
+separator follows each that is not empty. The bytes and chars tokenizers have no separator; there
+documents join directly, and only the document starts in the data file tell them apart.
 """
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,9 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gptfast import __version__
-from gptfast.data.corpus import Chunks, OnInvalid, Survey, read_pieces, survey
+from gptfast.data.corpus import Chunks, Survey, survey
+from gptfast.data.formats import STRICT, Reading, Tally, read_pieces
 from gptfast.data.layout import SPLITS
-from gptfast.data.sources import Document, find, short_name
+from gptfast.data.sources import Source, find, short_name
 from gptfast.data.store import Store
 from gptfast.data.tokenizer import Tokenizer, load_tokenizer
 from gptfast.data.writer import Spool, write_store
@@ -37,6 +40,9 @@ from gptfast.errors import GptfastError, Refused
 
 Progress = Callable[[int, int, int], None]
 """Called with bytes of text done, bytes in all, and tokens so far."""
+
+_BATCH = 1 << 17
+"""Characters that a thread gets at a time, at least."""
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -65,6 +71,10 @@ class Prepared:
     """Documents with text; one that the split cuts in two counts once."""
     n_empty: int
     """Documents without."""
+    n_null: int
+    """Rows whose text is null."""
+    n_bad_rows: int
+    """Rows left out because they have no text."""
     n_replaced: int
     """Bytes that were not UTF-8."""
     fingerprint: str
@@ -73,24 +83,40 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class _Surveyed:
-    document: Document
-    found: Survey
+class _Border:
+    """Where training ends: in which document, before which of its characters."""
+
+    document: int
+    """Its number among those with text, from 0."""
+    char: int
+
+    def n_train(self, document: int) -> int:
+        """How many characters of a document are for training, at most."""
+        if document == self.document:
+            return self.char
+        return sys.maxsize if document < self.document else 0
 
 
 @dataclass(frozen=True)
 class _Chunk:
     """A stretch of text that can be encoded by itself."""
 
-    number: int
-    """Of its document, from 0."""
+    source: Source
+    document: int
+    """Its number among those with text, from 0."""
     split: str
     text: str
-    first: bool
-    """Of its document in its split."""
-    last: bool
-    raw_done: int
-    """Bytes read so far, over all documents."""
+    begins: bool
+    """Whether the document's text in this split begins with it."""
+    ends: bool
+    """Whether the document ends with it."""
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    ids: NDArray[np.uint32]
+    n_bytes: int
+    """Of the text, in UTF-8."""
 
 
 def default_out(sources: Sequence[str | Path], tokenizer: str) -> Path:
@@ -104,7 +130,7 @@ def prepare(
     out: Path | None = None,
     tokenizer: str | Tokenizer = "gpt2",
     val_fraction: float = 0.1,
-    errors: OnInvalid = "strict",
+    reading: Reading = STRICT,
     workers: int | None = None,
     force: bool = False,
     cache_dir: Path | None = None,
@@ -118,14 +144,14 @@ def prepare(
         out: None: `default_out`.
         tokenizer: a name, or one already built.
         val_fraction: in [0, 1); 0: no validation split.
-        errors: what to do with bytes that are not UTF-8.
+        reading: where the text of a row is, and what to do with what cannot be read.
         workers: threads that encode; None: one for each core.
         force: replace an existing file.
         cache_dir: where downloads are kept; only a corpus known by name needs it.
         note: told in one line what the user should know.
 
     Raises:
-        Refused: before any work: no text in it, not UTF-8, the target exists, a bad option.
+        Refused: before any work: no text in it, not readable, the target exists, a bad option.
         GptfastError: the tokenizer failed, a file changed meanwhile, the disk is full.
     """
     begin = time.monotonic()
@@ -136,32 +162,26 @@ def prepare(
         raise Refused(f"--val-fraction {val_fraction} is not in [0, 1): use 0.1, or 0 for no split")
     if isinstance(tokenizer, str) and tokenizer != "chars":
         tokenizer = load_tokenizer(tokenizer)
-    corpus = find(sources, cache_dir=cache_dir, note=note)
-    if out.resolve() in {document.path.resolve() for document in corpus.documents}:
-        raise Refused(f"{out}: is one of the texts: choose another --out")
-
-    alphabet: set[str] | None = set() if tokenizer == "chars" else None
-    surveyed = [
-        _Surveyed(document, survey(document, errors=errors, alphabet=alphabet))
-        for document in corpus.documents
-    ]
-    documents = [s for s in surveyed if s.found.n_chars]
-    if not documents:
-        raise Refused(f"{corpus.description}: 0 tokens, there is no text in it: name a longer text")
-    if isinstance(tokenizer, str):
-        tokenizer = load_tokenizer(tokenizer, alphabet="".join(alphabet or ()))
 
     with ExitStack() as stack:
+        corpus = find(sources, cache_dir=cache_dir, note=note)
+        if out.resolve() in {source.place.resolve() for source in corpus.sources}:
+            raise Refused(f"{out}: is one of the texts: choose another --out")
+        alphabet: set[str] | None = set() if tokenizer == "chars" else None
+        surveys = [survey(source, reading, alphabet=alphabet) for source in corpus.sources]
+        _check_text(surveys, corpus.description)
+        if isinstance(tokenizer, str):
+            tokenizer = load_tokenizer(tokenizer, alphabet="".join(alphabet or ()))
         spools = {
             split: stack.enter_context(Spool(out, vocab_size=tokenizer.vocab_size))
             for split in SPLITS
         }
         _encode(
-            documents,
+            surveys,
             spools,
             tokenizer=tokenizer,
-            train_chars=_train_chars([s.found.n_chars for s in documents], val_fraction),
-            errors=errors,
+            border=_border(surveys, val_fraction),
+            reading=reading,
             workers=workers or os.cpu_count() or 1,
             progress=progress,
         )
@@ -170,7 +190,7 @@ def prepare(
             splits=spools,
             tokenizer=tokenizer,
             source=corpus.description,
-            documents=[_described(s) for s in surveyed],
+            documents=[_described(s) for s in surveys],
             attributes={"gptfast_version": __version__, "val_fraction": val_fraction},
         )
 
@@ -185,9 +205,11 @@ def prepare(
             vocab_size=tokenizer.vocab_size,
             train=train,
             val=val,
-            n_documents=len(documents),
-            n_empty=len(surveyed) - len(documents),
-            n_replaced=sum(s.found.n_replaced for s in surveyed),
+            n_documents=sum(len(s.sizes) for s in surveys),
+            n_empty=sum(s.n_empty for s in surveys),
+            n_null=sum(s.tally.n_null for s in surveys),
+            n_bad_rows=sum(s.tally.n_bad_rows for s in surveys),
+            n_replaced=sum(s.tally.n_replaced for s in surveys),
             fingerprint=store.fingerprint,
             seconds=time.monotonic() - begin,
         )
@@ -205,103 +227,139 @@ def _check_target(out: Path, *, force: bool) -> None:
         raise Refused(f"{out}: {standing} cannot be written to: choose another --out")
 
 
-def _train_chars(n_chars: Sequence[int], val_fraction: float) -> list[int]:
-    """How many characters of each document are for training; the others are for validation."""
-    if len(n_chars) == 1:
-        return [max(1, int(n_chars[0] * (1 - val_fraction)))]
+def _check_text(surveys: Sequence[Survey], description: str) -> None:
+    if not any(s.sizes for s in surveys):
+        n_bad_rows = sum(s.tally.n_bad_rows for s in surveys)
+        skipped = f" ({n_bad_rows} bad rows are left out)" if n_bad_rows else ""
+        raise Refused(
+            f"{description}: 0 tokens, there is no text in it{skipped}: name a longer text"
+        )
+
+
+def _border(surveys: Sequence[Survey], val_fraction: float) -> _Border:
+    n_documents = sum(len(s.sizes) for s in surveys)
+    n_train = (1 - val_fraction) * sum(sum(s.sizes) for s in surveys)
+    if n_documents == 1:
+        return _Border(0, max(1, int(n_train)))
     if val_fraction == 0:
-        return list(n_chars)
-    borders = np.cumsum(n_chars)[:-1]
-    n_train = 1 + int(np.argmin(np.abs(borders - (1 - val_fraction) * sum(n_chars))))
-    return [*n_chars[:n_train], *[0] * (len(n_chars) - n_train)]
+        return _Border(n_documents, 0)
+    ends = itertools.accumulate(itertools.chain.from_iterable(s.sizes for s in surveys))
+    inner = enumerate(itertools.islice(ends, n_documents - 1), 1)
+    document, _ = min(inner, key=lambda border: abs(border[1] - n_train))
+    return _Border(document, 0)
 
 
 def _encode(
-    documents: Sequence[_Surveyed],
+    surveys: Sequence[Survey],
     spools: Mapping[str, Spool],
     *,
     tokenizer: Tokenizer,
-    train_chars: Sequence[int],
-    errors: OnInvalid,
+    border: _Border,
+    reading: Reading,
     workers: int,
     progress: Progress,
 ) -> None:
     """Encode on threads (tiktoken lets go of the interpreter), spool in the order of the text."""
-    total = sum(s.found.n_raw for s in documents)
-    tokens = 0
-    # Between documents only: one stream has no end.
-    separator = tokenizer.eot_id if len(documents) > 1 else None
+    n_documents = sum(len(s.sizes) for s in surveys)
+    total = sum(s.n_bytes for s in surveys)
+    done = tokens = 0
+    # Between documents only: one stream has no end. A row is a document even if it is the only one.
+    has_documents = n_documents > 1 or any(s.tally.n_rows for s in surveys)
+    separator = tokenizer.eot_id if has_documents else None
 
-    def encode(chunk: _Chunk) -> tuple[NDArray[np.uint32], int]:
-        try:
-            ids = tokenizer.encode(chunk.text)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a panic in Rust is no Exception
-            raise GptfastError(
-                f"{documents[chunk.number].document.label}: document {chunk.number + 1} of "
-                f"{len(documents)}: the tokenizer {tokenizer.name} failed "
-                f"({type(error).__name__}: {error})"
-            ) from error
-        return ids, len(chunk.text.encode())
+    def encode(batch: Sequence[_Chunk]) -> list[_Encoded]:
+        return [_encoded(chunk, tokenizer, n_documents=n_documents) for chunk in batch]
 
-    chunks = _chunks(documents, train_chars=train_chars, errors=errors)
-    for chunk, (ids, n_bytes) in _map_in_order(encode, chunks, workers=workers):
-        spool = spools[chunk.split]
-        if chunk.first:
-            spool.documents.append(spool.n_tokens)
-        spool.append(ids, n_bytes=n_bytes)
-        tokens += len(ids)
-        if chunk.last and separator is not None:
-            spool.append(np.array([separator], dtype=np.uint32), n_bytes=0)
-            tokens += 1
-        progress(chunk.raw_done, total, tokens)
+    batches = _batches(_chunks(surveys, border=border, reading=reading))
+    for batch, encoded in _map_in_order(encode, batches, workers=workers):
+        for chunk, found in zip(batch, encoded, strict=True):
+            spool = spools[chunk.split]
+            if chunk.begins:
+                spool.documents.append(spool.n_tokens)
+            spool.append(found.ids, n_bytes=found.n_bytes)
+            done += found.n_bytes
+            tokens += len(found.ids)
+            if chunk.ends and separator is not None:
+                spool.append(np.array([separator], dtype=np.uint32), n_bytes=0)
+                tokens += 1
+        progress(done, total, tokens)
     progress(total, total, tokens)
 
 
-def _chunks(
-    documents: Sequence[_Surveyed], *, train_chars: Sequence[int], errors: OnInvalid
-) -> Iterator[_Chunk]:
+def _encoded(chunk: _Chunk, tokenizer: Tokenizer, *, n_documents: int) -> _Encoded:
+    try:
+        ids = tokenizer.encode(chunk.text)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic in Rust is no Exception
+        raise GptfastError(
+            f"{chunk.source.label}: document {chunk.document + 1} of {n_documents}: the tokenizer "
+            f"{tokenizer.name} failed ({type(error).__name__}: {error})"
+        ) from error
+    return _Encoded(ids, len(chunk.text.encode()))
+
+
+def _chunks(surveys: Sequence[Survey], *, border: _Border, reading: Reading) -> Iterator[_Chunk]:
     """All text again, in chunks that belong to one document and one split each."""
-    raw_done = 0
-    for number, (surveyed, n_train) in enumerate(zip(documents, train_chars, strict=True)):
-        digest = hashlib.sha256()
-        part = _Part(number, "train")
-        n_chars = 0
-        for piece in read_pieces(surveyed.document, errors=errors):
-            digest.update(piece.raw)
-            raw_done += len(piece.raw)
-            train = max(0, n_train - n_chars)
-            n_chars += len(piece.text)
-            yield from part.feed(piece.text[:train], raw_done)
-            if n_chars > n_train and part.split == "train":
-                yield from part.end(raw_done)
-                part = _Part(number, "val")
-            yield from part.feed(piece.text[train:], raw_done)
-        yield from part.end(raw_done)
-        if digest.hexdigest() != surveyed.found.sha256:
-            raise GptfastError(
-                f"{surveyed.document.label}: has changed while it was read: run the command again"
-            )
+    number = 0
+    for surveyed in surveys:
+        source = surveyed.source
+        with source.open() as file:
+            document = _Document(source, number, n_train=border.n_train(number))
+            for piece in read_pieces(file, reading, Tally()):
+                yield from document.feed(piece.text)
+                if piece.ends:
+                    yield from document.end()
+                    number += document.n_chars > 0
+                    document = _Document(source, number, n_train=border.n_train(number))
+            if file.sha256() != surveyed.sha256:
+                raise GptfastError(
+                    f"{source.label}: has changed while it was read: run the command again"
+                )
 
 
-class _Part:
-    """The part of a document that goes into one split."""
+class _Document:
+    """A document on its way into chunks: those for training, then those for validation."""
 
-    def __init__(self, number: int, split: str) -> None:
-        self.split = split
+    def __init__(self, source: Source, number: int, *, n_train: int) -> None:
+        self.n_chars = 0
+        self._source = source
         self._number = number
+        self._n_train = n_train
         self._chunks = Chunks()
-        self._first = True
+        self._split = "train"
+        self._begins = True
 
-    def feed(self, text: str, raw_done: int) -> Iterator[_Chunk]:
-        for chunk in self._chunks.feed(text):
-            yield _Chunk(self._number, self.split, chunk, self._first, False, raw_done)
-            self._first = False
+    def feed(self, text: str) -> Iterator[_Chunk]:
+        n_train = max(0, self._n_train - self.n_chars)
+        self.n_chars += len(text)
+        for split, part in (("train", text[:n_train]), ("val", text[n_train:])):
+            if part and split != self._split:
+                yield from map(self._chunk, self._chunks.rest())
+                self._split, self._begins = split, True
+            yield from map(self._chunk, self._chunks.feed(part))
 
-    def end(self, raw_done: int) -> Iterator[_Chunk]:
-        for chunk in self._chunks.rest():
-            yield _Chunk(self._number, self.split, chunk, self._first, True, raw_done)
+    def end(self) -> Iterator[_Chunk]:
+        for text in self._chunks.rest():
+            yield self._chunk(text, ends=True)
+
+    def _chunk(self, text: str, *, ends: bool = False) -> _Chunk:
+        begins, self._begins = self._begins, False
+        return _Chunk(self._source, self._number, self._split, text, begins, ends)
+
+
+def _batches(chunks: Iterable[_Chunk]) -> Iterator[list[_Chunk]]:
+    """Chunks by the handful: a thread for each short row would cost more than to encode it."""
+    batch: list[_Chunk] = []
+    n_chars = 0
+    for chunk in chunks:
+        batch.append(chunk)
+        n_chars += len(chunk.text)
+        if n_chars >= _BATCH:
+            yield batch
+            batch, n_chars = [], 0
+    if batch:
+        yield batch
 
 
 def _map_in_order(
@@ -322,12 +380,12 @@ def _map_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-def _described(surveyed: _Surveyed) -> dict[str, str | int]:
-    found = surveyed.found
+def _described(surveyed: Survey) -> dict[str, str | int]:
     return {
-        "name": surveyed.document.label,
-        "bytes": found.n_raw,
-        "characters": found.n_chars,
-        "replaced_bytes": found.n_replaced,
-        "sha256": found.sha256,
+        "name": surveyed.source.label,
+        "bytes": surveyed.n_file_bytes,
+        "characters": sum(surveyed.sizes),
+        "documents": len(surveyed.sizes),
+        "replaced_bytes": surveyed.tally.n_replaced,
+        "sha256": surveyed.sha256,
     }

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import tempfile
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -41,7 +42,7 @@ class Spool:
         self.n_bytes = 0
         """UTF-8 bytes of the text that the ids stand for."""
         self.max_id = 0
-        self.documents: list[int] = []
+        self.documents = array("q")
         """First token of each document."""
         self._vocab_size = vocab_size
         self._digest = hashlib.sha256()

@@ -1,0 +1,262 @@
+"""How text lies in files: a format is one small reader, from an open file to pieces of documents.
+
+Plain text is one document. In rows (JSONL) each row is one. A new format is a reader and
+a line in `FORMATS`; nothing else knows of it.
+
+Bytes are UTF-8 whatever the machine's locale, newlines stay as they are, a byte-order mark at the
+start is dropped.
+"""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import json
+import re
+import shlex
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Literal
+
+from gptfast.data.packing import PACKED_SUFFIXES, Input, unpacked
+from gptfast.errors import Refused
+
+OnInvalid = Literal["strict", "replace"]
+"""What to do with bytes that are not UTF-8: refuse the file, or put U+FFFD for each of them."""
+OnBadRow = Literal["stop", "skip"]
+"""What to do with a row that has no text: refuse the file, or leave the row out and count it."""
+
+# The longer marks first: UTF-32's begins with UTF-16's.
+_WIDE_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+_NO_CHARACTER = re.compile("[\ud800-\udfff]")
+"""Surrogates: half of a pair that JSON may spell alone, and what "surrogateescape" puts for a byte
+that is not UTF-8."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How files are to be read."""
+
+    errors: OnInvalid = "strict"
+    text_key: str = "text"
+    """The key of a JSON row."""
+    on_bad_row: OnBadRow = "stop"
+
+
+STRICT = Reading()
+"""Whatever is not text of the usual kind is refused."""
+
+
+@dataclass
+class Tally:
+    """What a reader has come upon, besides text."""
+
+    n_replaced: int = 0
+    """Bytes that were not UTF-8, each now U+FFFD."""
+    n_rows: int = 0
+    n_null: int = 0
+    """Rows whose text is null."""
+    n_bad_rows: int = 0
+    """Rows left out because they have no text."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The next part of a document's text."""
+
+    text: str
+    ends: bool
+    """Whether the document ends with it."""
+
+
+Format = Callable[[Input, Reading, Tally], Iterator[Piece]]
+
+
+def read_pieces(file: Input, reading: Reading, tally: Tally) -> Iterator[Piece]:
+    """The documents in a file, in pieces that fit into memory.
+
+    Raises:
+        Refused: not what its format should be.
+    """
+    return _format_of(file)(file, reading, tally)
+
+
+def read_text(file: Input, reading: Reading, tally: Tally) -> Iterator[Piece]:
+    """One document: the whole file."""
+    # "surrogateescape" puts a stand-in for each invalid byte, which can then be counted.
+    decoder = codecs.getincrementaldecoder("utf-8")(
+        "strict" if reading.errors == "strict" else "surrogateescape"
+    )
+    at = 0
+    for block in itertools.chain(unpacked(file), [b""]):
+        marked_off = block if at else _without_mark(block, file, reading)
+        try:
+            text = decoder.decode(marked_off, final=not block)
+        except UnicodeDecodeError as error:
+            byte = at + len(block) - len(error.object) + error.start
+            raise Refused(
+                f"{file.label}: byte {byte} (0x{error.object[error.start]:02x}) is not UTF-8: "
+                "save the file as UTF-8, or use --errors replace"
+            ) from None
+        if reading.errors == "replace":
+            text, n_replaced = _NO_CHARACTER.subn("\ufffd", text)
+            tally.n_replaced += n_replaced
+        yield Piece(text, ends=not block)
+        at += len(block)
+
+
+def read_jsonl(file: Input, reading: Reading, tally: Tally) -> Iterator[Piece]:
+    """A document for each line, which is a JSON object with the text under a key."""
+    return _documents(_json_rows(file, reading), file.label, reading, tally)
+
+
+FORMATS: dict[str, Format] = {
+    ".txt": read_text,
+    ".md": read_text,
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+}
+"""By what names end with, a packed file's without .gz and .zst. Any other file is plain text."""
+
+
+def bare_name(name: str) -> PurePath:
+    """A file's name, without what its packing added to it."""
+    path = PurePath(name)
+    return path.with_suffix("") if path.suffix.lower() in PACKED_SUFFIXES else path
+
+
+def _format_of(file: Input) -> Format:
+    return FORMATS.get(bare_name(file.label).suffix.lower(), read_text)
+
+
+# rows --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Bad:
+    """What stands in the place of a row's text."""
+
+    reason: str
+    """What was found, and what to do."""
+
+
+_Row = tuple[int, "str | _Bad | None"]
+"""Its number, from 1 as editors count lines, and its text."""
+
+
+def _documents(rows: Iterable[_Row], label: str, reading: Reading, tally: Tally) -> Iterator[Piece]:
+    for number, text in rows:
+        tally.n_rows += 1
+        if isinstance(text, str):
+            text = _characters(text, reading, tally)
+        if text is None:
+            tally.n_null += 1
+        elif isinstance(text, str):
+            yield Piece(text, ends=True)
+        elif reading.on_bad_row == "skip":
+            tally.n_bad_rows += 1
+        else:
+            raise Refused(
+                f"{label}:{number}: {text.reason}, or leave such rows out with --on-bad-row skip"
+            )
+
+
+def _characters(text: str, reading: Reading, tally: Tally) -> str | _Bad:
+    """The text without what is no character."""
+    try:
+        text.encode()  # many times faster than a search
+    except UnicodeEncodeError as error:
+        if reading.errors == "strict":
+            code = ord(text[error.start])
+            what = f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}"
+            return _Bad(
+                f"character {error.start + 1} of its text ({what}) is not Unicode: use --errors "
+                "replace"
+            )
+        text, n_replaced = _NO_CHARACTER.subn("\ufffd", text)
+        tally.n_replaced += n_replaced
+    return text
+
+
+def _json_rows(file: Input, reading: Reading) -> Iterator[_Row]:
+    for number, line in enumerate(_lines(unpacked(file)), 1):
+        if number == 1:
+            line = _without_mark(line, file, reading)
+        if line.strip():
+            # Stand-ins for bytes that are not UTF-8 matter only in the text.
+            yield number, _json_text(line.decode("utf-8", "surrogateescape"), reading.text_key)
+
+
+def _json_text(line: str, key: str) -> str | _Bad | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        return _Bad(f"is not JSON ({error.msg}, character {error.pos + 1}): mend the line")
+    except (ValueError, RecursionError) as error:  # an endless number, brackets without end
+        return _Bad(f"is not JSON that can be read ({error}): mend the line")
+    if not isinstance(row, dict):
+        return _Bad(f"is {_kind(row)}, which must be an object with the text under a key")
+    if key not in row:
+        return _Bad(_missing(key, list(row)))
+    text = row[key]
+    if text is None or isinstance(text, str):
+        return text
+    return _Bad(f"has {_kind(text)} under {key}, which must be a string: choose another --text-key")
+
+
+# words -------------------------------------------------------------------------------------------
+
+
+def _without_mark(head: bytes, file: Input, reading: Reading) -> bytes:
+    for mark, encoding in _WIDE_MARKS.items():
+        if head.startswith(mark) and reading.errors == "strict":
+            raise Refused(
+                f"{file.label}: is {encoding} text (byte-order mark at byte 0), and only UTF-8 "
+                f"is read: iconv -f {encoding} -t UTF-8 makes it so"
+            )
+    return head.removeprefix(codecs.BOM_UTF8)
+
+
+def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    parts: list[bytes] = []
+    for block in blocks:
+        *ends, begin = block.split(b"\n")
+        for end in ends:
+            yield b"".join([*parts, end])
+            parts = []
+        parts.append(begin)
+    yield b"".join(parts)
+
+
+def _missing(wanted: str, seen: Sequence[str]) -> str:
+    """A key that is not there, those that are, and the one that may be meant."""
+    meant = [name for name in seen if name.casefold() == wanted.casefold()]
+    if meant:
+        advice = f"use --text-key {shlex.quote(meant[0])}"
+    else:
+        advice = "name the key of the text with --text-key"
+    return f"has no key {wanted}, it has {_one_line(', '.join(seen)) or 'none'}: {advice}"
+
+
+def _one_line(text: str) -> str:
+    return textwrap.shorten(text, 200, placeholder=" ...")
+
+
+def _kind(value: object) -> str:
+    """In JSON's words."""
+    if isinstance(value, str):
+        return "a string"
+    if isinstance(value, list):
+        return "an array"
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, bool):
+        return "a boolean"
+    return "null" if value is None else "a number"
