@@ -284,8 +284,8 @@ def test_a_glob_is_expanded_in_order(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    found = find(["texts/**/*.*"], cache_dir=None, note=print)
-    names = [source.label for source in found.sources]
+    with find(["texts/**/*.*"], cache_dir=None, scratch=tmp_path, note=print) as found:
+        names = [source.label for source in found.sources]
     assert names == [
         "texts/a.txt",
         "texts/b/c.md",

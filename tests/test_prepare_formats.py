@@ -1,4 +1,4 @@
-"""What `gptfast prepare` reads besides plain text files: packed files, rows."""
+"""What `gptfast prepare` reads besides plain text files: packed files, rows, standard input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import h5py
 import pytest
 import zstandard
-from data_helpers import INPUTS, TEXT, only, prepared, stored_ids
+from data_helpers import INPUTS, TEXT, command, only, prepared, stored_ids, tiny_shakespeare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +28,7 @@ from gptfast.data import prepare as prepare_module
 from gptfast.data.formats import Reading, Tally, read_pieces
 from gptfast.data.packing import Input, unpacked
 from gptfast.data.prepare import prepare
+from gptfast.data.store import Store
 from gptfast.data.tokenizer import load_tokenizer
 from gptfast.errors import Refused
 
@@ -381,6 +382,59 @@ def test_the_files_own_hash_is_kept(tmp_path: Path) -> None:
         assert source["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
         assert source["bytes"] == path.stat().st_size
     assert [source["documents"] for source in sources] == [6, 1]
+
+
+# standard input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pack", [bytes, *PACKERS])
+def test_standard_input_is_a_source(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    """As a file is, also packed, and kept nowhere; the file has a name of its own."""
+    text = (TEXT / "plain_small.txt").read_bytes()
+    ran = command("-", "--json", folder=tmp_path, stdin=pack(text))
+    assert ran.returncode == 0, ran.stderr
+    answer = json.loads(ran.stdout)
+    assert answer["path"] == str(tmp_path / "data" / "stdin-gpt2.h5")
+    assert answer["source"] == "standard input"
+    _, store = prepared(tmp_path, TEXT / "plain_small.txt")
+    assert answer["fingerprint"] == store.fingerprint
+    assert only(tmp_path / "data", "stdin-gpt2.h5")
+
+
+def test_standard_input_is_one_of_several(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a file")
+    ran = command("a.txt", "-", "-", "--out=x.h5", "--val-fraction=0", folder=tmp_path, stdin=b"in")
+    assert ran.returncode == 0, ran.stderr
+    assert stored_ids(Store.open(tmp_path / "x.h5")) == encoded(["a file", "in"])
+
+
+@pytest.mark.parametrize(
+    ("stdin", "message"),
+    [
+        (b"ab\xff", "standard input: byte 2 (0xff) is not UTF-8"),
+        (b"", "standard input: 0 tokens"),
+        (gz(b"text" * 1000)[:-9], "standard input: is cut short"),
+    ],
+)
+def test_errors_name_standard_input(stdin: bytes, message: str, tmp_path: Path) -> None:
+    ran = command("-", folder=tmp_path, stdin=stdin)
+    assert ran.returncode == 2
+    (line,) = ran.stderr.decode().splitlines()
+    assert message in line
+    assert only(tmp_path)
+
+
+@pytest.mark.parametrize("limit", ["-f 100", "-f 0"])
+def test_standard_input_that_does_not_fit_is_one_line(limit: str, tmp_path: Path) -> None:
+    text = tiny_shakespeare(tmp_path)
+    script = f'ulimit {limit}; cat {text} | "{sys.executable}" -m gptfast prepare - --out x.h5'
+    ran = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 1
+    (line,) = ran.stderr.splitlines()
+    assert f"standard input: cannot be kept in {tmp_path} (" in line
+    assert only(tmp_path, text.name)
 
 
 # folders -----------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def command(
 ) -> None:
     """Turn text into a file of tokens.
 
-    SOURCE is shakespeare, a file, a folder or a glob. Files named .jsonl or
+    SOURCE is shakespeare, a file, a folder, a glob, or - for standard input. Files named .jsonl or
     .ndjson hold rows, all others plain text; each may be packed with
     gzip or zstd. In a folder, these and .txt and .md are read. Several files, and rows, become
     documents with a separator after each; one text is one stream.

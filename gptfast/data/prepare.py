@@ -157,15 +157,15 @@ def prepare(
     begin = time.monotonic()
     name = tokenizer if isinstance(tokenizer, str) else tokenizer.name
     out = (out or default_out(sources, name)).absolute()
-    _check_target(out, force=force)
+    scratch = _check_target(out, force=force)
     if not 0 <= val_fraction < 1:
         raise Refused(f"--val-fraction {val_fraction} is not in [0, 1): use 0.1, or 0 for no split")
     if isinstance(tokenizer, str) and tokenizer != "chars":
         tokenizer = load_tokenizer(tokenizer)
 
     with ExitStack() as stack:
-        corpus = find(sources, cache_dir=cache_dir, note=note)
-        if out.resolve() in {source.place.resolve() for source in corpus.sources}:
+        corpus = stack.enter_context(find(sources, cache_dir=cache_dir, scratch=scratch, note=note))
+        if out.resolve() in {source.identity for source in corpus.sources}:
             raise Refused(f"{out}: is one of the texts: choose another --out")
         alphabet: set[str] | None = set() if tokenizer == "chars" else None
         surveys = [survey(source, reading, alphabet=alphabet) for source in corpus.sources]
@@ -215,7 +215,8 @@ def prepare(
         )
 
 
-def _check_target(out: Path, *, force: bool) -> None:
+def _check_target(out: Path, *, force: bool) -> Path:
+    """The folder that stands already, on the way to the target or at its end."""
     if out.is_dir():
         raise Refused(f"{out}: is a folder: name a file in it, as in --out {out / 'corpus.h5'}")
     if out.exists() and not force:
@@ -225,6 +226,7 @@ def _check_target(out: Path, *, force: bool) -> None:
         raise Refused(f"{out}: {standing} is a file, not a folder: choose another --out")
     if not os.access(standing, os.W_OK):
         raise Refused(f"{out}: {standing} cannot be written to: choose another --out")
+    return standing
 
 
 def _check_text(surveys: Sequence[Survey], description: str) -> None:

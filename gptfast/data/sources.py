@@ -1,4 +1,4 @@
-"""What `gptfast prepare` can be given: a known name, files, folders, globs.
+"""What `gptfast prepare` can be given: a known name, files, folders, globs, standard input.
 
 `find` turns them into the sources of a corpus, in an order that is the same on every machine.
 """
@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from gptfast.data import shakespeare
 from gptfast.data.formats import FORMATS, bare_name
@@ -22,6 +26,7 @@ _NOTHING_IN_A_FOLDER = (
     f"no file in this folder or below it ends with {', '.join(FORMATS)} (or these with .gz or "
     ".zst): name the files themselves, as in folder/*.text"
 )
+STANDARD_INPUT = "-"
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,13 @@ class Source:
 
     label: str
     """As messages and the data file call it: what was typed, not where it was found."""
-    place: Path
+    place: Path | int
+    """Its path; a number: an open file without a name."""
+
+    @property
+    def identity(self) -> Path | int:
+        """The same for all names of a file."""
+        return self.place.resolve() if isinstance(self.place, Path) else self.place
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Input]:
@@ -40,7 +51,7 @@ class Source:
             GptfastError: it cannot be read, now or while it is open.
         """
         try:
-            with self.place.open("rb") as file:
+            with open(self.place, "rb", closefd=isinstance(self.place, Path)) as file:
                 yield Input(self.label, file)
         except OSError as error:
             raise GptfastError(f"{self.label}: cannot be read ({error.strerror})") from error
@@ -54,40 +65,50 @@ class Corpus:
     sources: tuple[Source, ...]
 
 
+@contextlib.contextmanager
 def find(
     names: Sequence[str | Path],
     *,
     cache_dir: Path | None,
+    scratch: Path,
     note: Callable[[str], None],
-) -> Corpus:
+) -> Iterator[Corpus]:
     """What `names` stand for; a file found twice counts once.
 
     Args:
         names: each a known name, a file, a folder (its files that are known by their ending, those
-            of its folders too) or a glob. A known name wins over a file of that name.
+            of its folders too), a glob, or "-" for standard input. A known name wins over a file
+            of that name.
         cache_dir: where downloads are kept; only a known name needs it.
+        scratch: folder on whose disk standard input is kept meanwhile, in a file without a name.
         note: told in one line what the user should know.
 
     Raises:
         Refused: nothing there.
-        GptfastError: a named corpus cannot be had.
+        GptfastError: a named corpus cannot be had, standard input cannot be kept.
     """
     descriptions: list[str] = []
-    sources: dict[Path, Source] = {}
-    for name in map(str, names):
-        if name in NAMES:
-            edition = _edition(name, cache_dir=cache_dir, note=note)
-            description, found = edition.description, [Source(name, edition.path)]
-        else:
-            description, found = name, list(_files(name))
-        descriptions.append(description)
-        for source in found:
-            sources.setdefault(source.place.resolve(), source)
-    return Corpus(", ".join(descriptions), tuple(sources.values()))
+    sources: dict[Path | int, Source] = {}
+    with contextlib.ExitStack() as stack:
+        for name in dict.fromkeys(map(str, names)):
+            if name in NAMES:
+                edition = _edition(name, cache_dir=cache_dir, note=note)
+                description, found = edition.description, [Source(name, edition.path)]
+            elif name == STANDARD_INPUT:
+                source = stack.enter_context(_standard_input(scratch))
+                description, found = source.label, [source]
+            else:
+                description, found = name, list(_files(name))
+            descriptions.append(description)
+            for source in found:
+                sources.setdefault(source.identity, source)
+        yield Corpus(", ".join(descriptions), tuple(sources.values()))
 
 
 def short_name(source: str) -> str:
     """The name of a source for the data file: a file's without its endings, a folder's."""
+    if source == STANDARD_INPUT:
+        return "stdin"
     path = Path(source)
     if glob.has_magic(source) and not path.exists():
         while glob.has_magic(str(path)):
@@ -103,6 +124,30 @@ def _edition(
     if Path(name).exists():
         note(f"{name} is the corpus of that name: write ./{name} for the file here")
     return shakespeare.obtain(cache_dir=cache_dir, note=note)
+
+
+@contextlib.contextmanager
+def _standard_input(scratch: Path) -> Iterator[Source]:
+    """What comes in, kept: text is read twice."""
+    with contextlib.ExitStack() as stack:
+        try:
+            copy = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115  # closed by the stack
+            stack.callback(_close, copy)
+            with os.fdopen(0, "rb", closefd=False) as stdin:
+                shutil.copyfileobj(stdin, copy)
+            copy.flush()
+        except OSError as error:
+            raise GptfastError(
+                f"standard input: cannot be kept in {scratch} ({error.strerror}): free space, or "
+                "choose another --out"
+            ) from error
+        yield Source("standard input", copy.fileno())
+
+
+def _close(file: IO[bytes]) -> None:
+    # What a full disk did not take is tried again here, and must not hide the first error.
+    with contextlib.suppress(OSError):
+        file.close()
 
 
 def _files(source: str) -> Iterator[Source]:
@@ -130,7 +175,10 @@ def _files(source: str) -> Iterator[Source]:
 
 def _named(path: Path, label: str) -> Source:
     if not path.is_file():
-        raise Refused(f"{path}: is neither a file nor a folder: save the text as a file")
+        raise Refused(
+            f"{path}: is neither a file nor a folder: save the text as a file, or send it to "
+            f"{STANDARD_INPUT}"
+        )
     return Source(label, path)
 
 
