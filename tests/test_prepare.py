@@ -284,7 +284,9 @@ def test_a_glob_is_expanded_in_order(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with find(["texts/**/*.*"], cache_dir=None, scratch=tmp_path, note=print) as found:
+    with find(
+        ["texts/**/*.*"], pattern=None, cache_dir=None, scratch=tmp_path, note=print
+    ) as found:
         names = [source.label for source in found.sources]
     assert names == [
         "texts/a.txt",

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tarfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import h5py
@@ -438,6 +438,50 @@ def test_standard_input_that_does_not_fit_is_one_line(limit: str, tmp_path: Path
 
 
 # folders -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "project"
+    for name in ("a.py", "src/b.py", "src/deep/c.py", "src/d.TXT", ".git/e.py", "src/.f.py"):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{name}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("*.py", ["a.py", "src/b.py", "src/deep/c.py"]),
+        ("**/*.py", ["a.py", "src/b.py", "src/deep/c.py"]),
+        ("src/*.py", ["src/b.py"]),
+        ("src/**/*.py", ["src/b.py", "src/deep/c.py"]),
+        ("[bd].*", ["src/b.py", "src/d.TXT"]),
+    ],
+)
+def test_glob_picks_any_text_of_a_folder(
+    pattern: str, found: list[str], project: Path, tmp_path: Path
+) -> None:
+    _, store = prepared(tmp_path, project, pattern=pattern, tokenizer="bytes", val_fraction=0)
+    assert store.tokenizer().decode(stored_ids(store)) == "".join(f"{name}\n" for name in found)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "source", "message"),
+    [
+        ("*.rs", "project", "project: no file in this folder .* matches --glob"),
+        ("/a.py", "project", "--glob /a.py: is no pattern for files of a folder"),
+        ("*.py", "project/a.py", "--glob .*: it picks files of a folder, and no folder is named"),
+    ],
+)
+def test_a_glob_that_picks_nothing_is_refused(
+    pattern: str, source: str, message: str, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project.parent)
+    with pytest.raises(Refused, match=f"^{message}"):
+        prepare([source], pattern=pattern)
+    assert only(project.parent, "project")
 
 
 def test_a_folder_gives_what_it_knows_by_name(tmp_path: Path) -> None:

@@ -59,6 +59,12 @@ if TYPE_CHECKING:
     help="Rows without such a text: refuse the file, or leave them out and count them.",
 )
 @click.option(
+    "--glob",
+    "pattern",
+    metavar="PATTERN",
+    help="Which files of a folder to read, as in '*.py'.  [default: those listed above]",
+)
+@click.option(
     "--workers",
     type=click.IntRange(min=1),
     metavar="N",
@@ -77,6 +83,7 @@ def command(
     errors: Literal["strict", "replace"],
     text_key: str,
     on_bad_row: Literal["stop", "skip"],
+    pattern: str | None,
     workers: int | None,
     force: bool,
     as_json: bool,
@@ -98,6 +105,7 @@ def command(
             tokenizer=tokenizer,
             val_fraction=val_fraction,
             reading=Reading(errors=errors, text_key=text_key, on_bad_row=on_bad_row),
+            pattern=pattern,
             workers=workers,
             force=force,
             cache_dir=app.cache_dir,

@@ -131,6 +131,7 @@ def prepare(
     tokenizer: str | Tokenizer = "gpt2",
     val_fraction: float = 0.1,
     reading: Reading = STRICT,
+    pattern: str | None = None,
     workers: int | None = None,
     force: bool = False,
     cache_dir: Path | None = None,
@@ -145,6 +146,7 @@ def prepare(
         tokenizer: a name, or one already built.
         val_fraction: in [0, 1); 0: no validation split.
         reading: where the text of a row is, and what to do with what cannot be read.
+        pattern: which files of a folder are read; None: those that are known by their ending.
         workers: threads that encode; None: one for each core.
         force: replace an existing file.
         cache_dir: where downloads are kept; only a corpus known by name needs it.
@@ -164,7 +166,9 @@ def prepare(
         tokenizer = load_tokenizer(tokenizer)
 
     with ExitStack() as stack:
-        corpus = stack.enter_context(find(sources, cache_dir=cache_dir, scratch=scratch, note=note))
+        corpus = stack.enter_context(
+            find(sources, pattern=pattern, cache_dir=cache_dir, scratch=scratch, note=note)
+        )
         if out.resolve() in {source.identity for source in corpus.sources}:
             raise Refused(f"{out}: is one of the texts: choose another --out")
         alphabet: set[str] | None = set() if tokenizer == "chars" else None

@@ -22,10 +22,6 @@ from gptfast.errors import GptfastError, Refused
 
 NAMES = ("shakespeare",)
 """Corpora that are known by name."""
-_NOTHING_IN_A_FOLDER = (
-    f"no file in this folder or below it ends with {', '.join(FORMATS)} (or these with .gz or "
-    ".zst): name the files themselves, as in folder/*.text"
-)
 STANDARD_INPUT = "-"
 
 
@@ -69,6 +65,7 @@ class Corpus:
 def find(
     names: Sequence[str | Path],
     *,
+    pattern: str | None,
     cache_dir: Path | None,
     scratch: Path,
     note: Callable[[str], None],
@@ -79,6 +76,7 @@ def find(
         names: each a known name, a file, a folder (its files that are known by their ending, those
             of its folders too), a glob, or "-" for standard input. A known name wins over a file
             of that name.
+        pattern: which files of a folder to take instead, whatever their ending; `**` is known.
         cache_dir: where downloads are kept; only a known name needs it.
         scratch: folder on whose disk standard input is kept meanwhile, in a file without a name.
         note: told in one line what the user should know.
@@ -87,6 +85,8 @@ def find(
         Refused: nothing there.
         GptfastError: a named corpus cannot be had, standard input cannot be kept.
     """
+    if pattern is not None and not any(Path(name).is_dir() for name in names):
+        raise Refused(f"--glob {pattern}: it picks files of a folder, and no folder is named")
     descriptions: list[str] = []
     sources: dict[Path | int, Source] = {}
     with contextlib.ExitStack() as stack:
@@ -98,7 +98,7 @@ def find(
                 source = stack.enter_context(_standard_input(scratch))
                 description, found = source.label, [source]
             else:
-                description, found = name, list(_files(name))
+                description, found = name, list(_files(name, pattern))
             descriptions.append(description)
             for source in found:
                 sources.setdefault(source.identity, source)
@@ -150,12 +150,12 @@ def _close(file: IO[bytes]) -> None:
         file.close()
 
 
-def _files(source: str) -> Iterator[Source]:
+def _files(source: str, pattern: str | None) -> Iterator[Source]:
     path = Path(source)
     if path.is_dir():
-        found = sorted(_texts_in(path), key=lambda p: p.relative_to(path).parts)
+        found = sorted(_texts_in(path, pattern), key=lambda p: p.relative_to(path).parts)
         if not found:
-            raise Refused(f"{source}: {_NOTHING_IN_A_FOLDER}")
+            raise Refused(f"{source}: {_nothing_in_a_folder(pattern)}")
         yield from (Source(str(file), file) for file in found)
     elif path.exists():
         yield _named(path, source)
@@ -182,10 +182,25 @@ def _named(path: Path, label: str) -> Source:
     return Source(label, path)
 
 
-def _texts_in(folder: Path) -> Iterator[Path]:
+def _texts_in(folder: Path, pattern: str | None) -> Iterator[Path]:
     """Files of a folder and those below it, hidden ones left out."""
-    for path in folder.rglob("*"):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        known = bare_name(path.name).suffix.lower() in FORMATS
-        if known and not hidden and path.is_file():
-            yield path
+    try:
+        for path in folder.rglob("*" if pattern is None else pattern):
+            hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+            known = pattern is not None or bare_name(path.name).suffix.lower() in FORMATS
+            if known and not hidden and path.is_file():
+                yield path
+    except (ValueError, NotImplementedError) as error:
+        raise Refused(
+            f"--glob {pattern}: is no pattern for files of a folder ({error}): use one like *.py "
+            "or src/**/*.py"
+        ) from None
+
+
+def _nothing_in_a_folder(pattern: str | None) -> str:
+    if pattern is not None:
+        return f"no file in this folder or below it matches --glob {pattern}: check the pattern"
+    return (
+        f"no file in this folder or below it ends with {', '.join(FORMATS)} (or these with .gz or "
+        ".zst): pick others with --glob, as in --glob '*.py'"
+    )
