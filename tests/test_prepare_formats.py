@@ -14,8 +14,11 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import h5py
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 from data_helpers import INPUTS, TEXT, command, only, prepared, stored_ids, tiny_shakespeare
@@ -30,10 +33,11 @@ from gptfast.data.packing import Input, unpacked
 from gptfast.data.prepare import prepare
 from gptfast.data.store import Store
 from gptfast.data.tokenizer import load_tokenizer
-from gptfast.errors import Refused
+from gptfast.errors import GptfastError, Refused
 
 PACKED = INPUTS / "compressed"
 JSONL = INPUTS / "jsonl"
+PARQUET = INPUTS / "parquet"
 EOT = 50256
 SKIP = Reading(on_bad_row="skip")
 
@@ -162,7 +166,7 @@ def tar(content: bytes) -> bytes:
         (tar(b"text"), "tar"),
         (gz(tar(b"text")), "tar"),
         (zstd(gz(b"text")), "gzip"),
-        ((INPUTS / "parquet/ok.parquet").read_bytes(), "parquet"),
+        (gz((PARQUET / "ok.parquet").read_bytes()), "parquet"),
         ((INPUTS / "hdf5/ok_u16_ramp20000.h5").read_bytes(), "HDF5"),
     ],
 )
@@ -179,6 +183,7 @@ def test_what_is_not_text_is_refused(content: bytes, kind: str, name: str, tmp_p
     ("source", "module", "advice"),
     [
         (PACKED / "ok.jsonl.zst", "zstandard", r"zstandard .* pip install 'gptfast\[zst\]'"),
+        (PARQUET / "ok.parquet", "pyarrow", r"pyarrow .* pip install 'gptfast\[parquet\]'"),
     ],
 )
 def test_a_package_that_is_not_installed_is_named(
@@ -209,6 +214,13 @@ def test_a_package_that_is_not_installed_is_named(
             JSONL / "key_upper_TEXT.jsonl", Reading(text_key="TEXT"), (0, 0, 0), id="TXT-22 case"
         ),
         pytest.param(JSONL / "null_text_row2.jsonl", Reading(), (0, 1, 0), id="TXT-23"),
+        pytest.param(PARQUET / "ok.parquet", Reading(), (0, 0, 0), id="parquet"),
+        pytest.param(
+            PARQUET / "no_text_column.parquet",
+            Reading(text_key="body"),
+            (0, 0, 0),
+            id="TXT-22 parquet",
+        ),
     ],
 )
 def test_rows_become_documents(
@@ -240,6 +252,7 @@ def test_a_separator_is_never_taken_from_the_text(tmp_path: Path) -> None:
     [
         (JSONL / "null_text_row2.jsonl", 6, 0, 1, "1 null"),
         (JSONL / "empty_text_rows.jsonl", 3, 5, 0, "5 empty"),
+        (PARQUET / "null_rows.parquet", 3, 1, 2, "2 null + 1 empty"),
     ],
 )
 def test_rows_without_text_are_counted_and_nothing_else(
@@ -350,7 +363,7 @@ def test_rows_are_read_wherever_blocks_end(
 def test_the_size_of_a_batch_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources = [JSONL / "ok.jsonl", TEXT / "plain_small.txt"]
+    sources = [JSONL / "ok.jsonl", TEXT / "plain_small.txt", PARQUET / "ok.parquet"]
     seen: list[tuple[int, int, int]] = []
     _, whole = prepared(tmp_path, *sources)
     expected = (whole.fingerprint, [whole.documents(s).tolist() for s in whole.splits])
@@ -374,14 +387,78 @@ def test_a_single_row_is_a_document(tmp_path: Path) -> None:
 
 
 def test_the_files_own_hash_is_kept(tmp_path: Path) -> None:
-    names = [PACKED / "ok.jsonl.zst", PACKED / "ok.txt.gz"]
+    names = [PARQUET / "ok.parquet", PACKED / "ok.jsonl.zst", PACKED / "ok.txt.gz"]
     _, store = prepared(tmp_path, *names)
     with h5py.File(store.path) as file:
         sources = json.loads(file["sources"][:].tobytes())
     for path, source in zip(names, sources, strict=True):
         assert source["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
         assert source["bytes"] == path.stat().st_size
-    assert [source["documents"] for source in sources] == [6, 1]
+    assert [source["documents"] for source in sources] == [6, 6, 1]
+
+
+# parquet -----------------------------------------------------------------------------------------
+
+
+def parquet(path: Path, column: Any, **options: Any) -> Path:
+    pq.write_table(pa.table({"id": range(len(column)), "text": column}), path, **options)
+    return path
+
+
+def raw_strings(*texts: bytes) -> pa.Array:
+    """Strings that nobody has checked."""
+    return pa.Array.from_buffers(pa.string(), len(texts), pa.array(texts).buffers())
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array(["one", None, "two é", ""] * 100),
+        pa.array(["one", None, "two é", ""] * 100, type=pa.large_string()),
+        pa.array([b"one", None, "two é".encode(), b""] * 100),
+        pa.array(["one", None, "two é", ""] * 100).dictionary_encode(),
+    ],
+    ids=["string", "large_string", "binary", "dictionary"],
+)
+def test_all_row_groups_are_read(column: pa.Array, tmp_path: Path) -> None:
+    """By content, and in whatever Arrow keeps strings."""
+    path = parquet(tmp_path / "table.data", column, row_group_size=90)
+    assert pq.ParquetFile(path).num_row_groups == 5
+    result, store = prepared(tmp_path, path, val_fraction=0)
+    assert stored_ids(store) == encoded(["one", "two é"] * 100)
+    assert (result.n_null, result.n_empty) == (100, 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "cause"),
+    [
+        ("no_text_column.parquet", None, ": has no column text, it has body, id: name the column"),
+        ("x.parquet", pa.array([1, 2]), ": column text is int64, which must be strings"),
+        (
+            "x.parquet",
+            raw_strings(b"fine", b"ab\xff"),
+            r":2: character 3 of its text \(byte 0xff\) is not Unicode",
+        ),
+    ],
+)
+def test_a_table_without_texts_is_refused(
+    name: str, column: pa.Array | None, cause: str, tmp_path: Path
+) -> None:
+    """TXT-22."""
+    path = PARQUET / name if column is None else parquet(tmp_path / name, column)
+    with pytest.raises(Refused, match=rf"^{path}{cause}"):
+        prepared(tmp_path, path)
+    assert not (tmp_path / "corpus.h5").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1 and so on", None])
+def test_a_cut_table_is_refused(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "cut.parquet"
+    path.write_bytes((PARQUET / "ok.parquet").read_bytes()[:-100] if content is None else content)
+    with pytest.raises(Refused, match=f"^{path}: is cut short or damaged") as refusal:
+        prepared(tmp_path, path)
+    assert "\n" not in str(refusal.value)
+    assert only(tmp_path, "cut.parquet")
 
 
 # standard input ----------------------------------------------------------------------------------
@@ -490,10 +567,11 @@ def test_a_folder_gives_what_it_knows_by_name(tmp_path: Path) -> None:
     (folder / "a.txt.gz").write_bytes(gz(b"packed"))
     (folder / "b.JSONL").write_text('{"text": "row"}')
     (folder / "c.ndjson.zst").write_bytes(zstd(b'{"text": "packed row"}'))
+    parquet(folder / "d.parquet", pa.array(["cell"]))
     (folder / "e.csv.gz").write_bytes(b"not read")
     result, store = prepared(tmp_path, folder, val_fraction=0)
-    assert stored_ids(store) == encoded(["packed", "row", "packed row"])
-    assert result.n_documents == 3
+    assert stored_ids(store) == encoded(["packed", "row", "packed row", "cell"])
+    assert result.n_documents == 4
 
 
 # the command -------------------------------------------------------------------------------------
@@ -540,8 +618,15 @@ def _rows_gz(folder: Path, n_mb: int) -> Path:
     return path
 
 
+def _one_row_group(folder: Path, n_mb: int) -> Path:
+    texts = [f"{number} " + "sixteen letters " * 61 for number in range(1000 * n_mb)]
+    return parquet(
+        folder / f"{n_mb}.parquet", pa.array(texts), row_group_size=10**9, use_dictionary=False
+    )
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to count memory")
-@pytest.mark.parametrize("write", [_text_zst, _rows_gz])
+@pytest.mark.parametrize("write", [_text_zst, _rows_gz, _one_row_group])
 def test_memory_does_not_grow_with_what_is_packed(
     write: Callable[[Path, int], Path], tmp_path: Path
 ) -> None:
@@ -569,3 +654,21 @@ def test_memory_does_not_grow_with_what_is_packed(
         peaks.append(peak_kb)
     assert peaks[1] < peaks[0] + 12_000, peaks
     assert peaks[1] < 400_000, peaks
+
+
+def test_a_packed_text_that_changes_meanwhile_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parquet is read out of order, and its hash is of the whole file all the same."""
+    path = parquet(tmp_path / "x.parquet", pa.array(["one", "two"]))
+    survey = prepare_module.survey
+
+    def surveyed(*args: object, **options: object) -> object:
+        found = survey(*args, **options)
+        parquet(path, pa.array(["one", "six"]))
+        return found
+
+    monkeypatch.setattr(prepare_module, "survey", surveyed)
+    with pytest.raises(GptfastError, match=r"x\.parquet: has changed while it was read"):
+        prepared(tmp_path, path)
+    assert only(tmp_path, "x.parquet")

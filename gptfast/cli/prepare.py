@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     metavar="KEY",
     default="text",
     show_default=True,
-    help="Where the text is: a key of JSON lines.",
+    help="Where the text is: a key of JSON lines, a column of parquet.",
 )
 @click.option(
     "--on-bad-row",
@@ -90,8 +90,8 @@ def command(
 ) -> None:
     """Turn text into a file of tokens.
 
-    SOURCE is shakespeare, a file, a folder, a glob, or - for standard input. Files named .jsonl or
-    .ndjson hold rows, all others plain text; each may be packed with
+    SOURCE is shakespeare, a file, a folder, a glob, or - for standard input. Files named .jsonl,
+    .ndjson or .parquet hold rows, all others plain text; text and JSON lines may be packed with
     gzip or zstd. In a folder, these and .txt and .md are read. Several files, and rows, become
     documents with a separator after each; one text is one stream.
     """

@@ -1,6 +1,6 @@
 """How text lies in files: a format is one small reader, from an open file to pieces of documents.
 
-Plain text is one document. In rows (JSONL) each row is one. A new format is a reader and
+Plain text is one document. In rows (JSONL, parquet) each row is one. A new format is a reader and
 a line in `FORMATS`; nothing else knows of it.
 
 Bytes are UTF-8 whatever the machine's locale, newlines stay as they are, a byte-order mark at the
@@ -18,9 +18,9 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Literal
+from typing import Any, Literal
 
-from gptfast.data.packing import PACKED_SUFFIXES, Input, unpacked
+from gptfast.data.packing import PACKED_SUFFIXES, PARQUET, Input, unpacked
 from gptfast.errors import Refused
 
 OnInvalid = Literal["strict", "replace"]
@@ -38,6 +38,9 @@ _WIDE_MARKS = {
 _NO_CHARACTER = re.compile("[\ud800-\udfff]")
 """Surrogates: half of a pair that JSON may spell alone, and what "surrogateescape" puts for a byte
 that is not UTF-8."""
+_BATCH_ROWS = 64
+"""Rows of a parquet file unpacked at a time: each may be long."""
+_COLUMN_BUFFER = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Reading:
 
     errors: OnInvalid = "strict"
     text_key: str = "text"
-    """The key of a JSON row."""
+    """The key of a JSON row, the column of a parquet file."""
     on_bad_row: OnBadRow = "stop"
 
 
@@ -117,11 +120,17 @@ def read_jsonl(file: Input, reading: Reading, tally: Tally) -> Iterator[Piece]:
     return _documents(_json_rows(file, reading), file.label, reading, tally)
 
 
+def read_parquet(file: Input, reading: Reading, tally: Tally) -> Iterator[Piece]:
+    """A document for each row, with the text in a column of strings."""
+    return _documents(_parquet_rows(file, reading), file.label, reading, tally)
+
+
 FORMATS: dict[str, Format] = {
     ".txt": read_text,
     ".md": read_text,
     ".jsonl": read_jsonl,
     ".ndjson": read_jsonl,
+    ".parquet": read_parquet,
 }
 """By what names end with, a packed file's without .gz and .zst. Any other file is plain text."""
 
@@ -133,6 +142,8 @@ def bare_name(name: str) -> PurePath:
 
 
 def _format_of(file: Input) -> Format:
+    if file.begins_with(PARQUET):
+        return read_parquet
     return FORMATS.get(bare_name(file.label).suffix.lower(), read_text)
 
 
@@ -204,11 +215,58 @@ def _json_text(line: str, key: str) -> str | _Bad | None:
     if not isinstance(row, dict):
         return _Bad(f"is {_kind(row)}, which must be an object with the text under a key")
     if key not in row:
-        return _Bad(_missing(key, list(row)))
+        return _Bad(_missing("key", key, list(row)))
     text = row[key]
     if text is None or isinstance(text, str):
         return text
     return _Bad(f"has {_kind(text)} under {key}, which must be a string: choose another --text-key")
+
+
+def _parquet_rows(file: Input, reading: Reading) -> Iterator[_Row]:
+    try:
+        import pyarrow as pa
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise Refused(
+            f"{file.label}: is parquet data, which the package pyarrow reads, and it is not "
+            "installed: pip install 'gptfast[parquet]'"
+        ) from None
+    column = reading.text_key
+    try:
+        # Without a buffer, and with the next groups fetched ahead, whole groups are in memory.
+        table = ParquetFile(file.file, buffer_size=_COLUMN_BUFFER, pre_buffer=False)
+        if column not in table.schema_arrow.names:
+            raise Refused(f"{file.label}: {_missing('column', column, table.schema_arrow.names)}")
+        kind = table.schema_arrow.field(column).type
+        try:
+            pa.nulls(0, kind).cast(pa.large_binary())
+        except pa.ArrowNotImplementedError:
+            raise Refused(
+                f"{file.label}: column {column} is {kind}, which must be strings: choose another "
+                "--text-key"
+            ) from None
+        for number, text in enumerate(_strings(table, column), 1):
+            # Nobody has checked yet that they are UTF-8.
+            yield number, text if text is None else text.decode("utf-8", "surrogateescape")
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the disk's, not parquet's
+        raise Refused(
+            f"{file.label}: is cut short or damaged, or no parquet file "
+            f"({_one_line(str(error))}): fetch or make it again"
+        ) from None
+    for _ in file.blocks():
+        pass  # hashed by itself: parquet is read out of order
+
+
+def _strings(table: Any, column: str) -> Iterator[bytes | None]:
+    import pyarrow as pa
+
+    for group in range(table.num_row_groups):
+        for batch in table.iter_batches(
+            _BATCH_ROWS, row_groups=[group], columns=[column], use_threads=False
+        ):
+            yield from batch.column(0).cast(pa.large_binary()).to_pylist()
 
 
 # words -------------------------------------------------------------------------------------------
@@ -235,14 +293,14 @@ def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
     yield b"".join(parts)
 
 
-def _missing(wanted: str, seen: Sequence[str]) -> str:
-    """A key that is not there, those that are, and the one that may be meant."""
+def _missing(kind: str, wanted: str, seen: Sequence[str]) -> str:
+    """A key or column that is not there, those that are, and the one that may be meant."""
     meant = [name for name in seen if name.casefold() == wanted.casefold()]
     if meant:
         advice = f"use --text-key {shlex.quote(meant[0])}"
     else:
-        advice = "name the key of the text with --text-key"
-    return f"has no key {wanted}, it has {_one_line(', '.join(seen)) or 'none'}: {advice}"
+        advice = f"name the {kind} of the text with --text-key"
+    return f"has no {kind} {wanted}, it has {_one_line(', '.join(seen)) or 'none'}: {advice}"
 
 
 def _one_line(text: str) -> str:

@@ -17,6 +17,8 @@ BLOCK = 1 << 18
 """Bytes read at a time: enough to be worth a thread, few enough to give every thread some."""
 PACKED_SUFFIXES = (".gz", ".zst")
 """What names of packed files end with."""
+PARQUET = b"PAR1"
+"""What a parquet file begins with."""
 
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
@@ -26,7 +28,7 @@ _OTHERS = {
     b"BZh": "bzip2",
     b"\xfd7zXZ": "xz",
     b"PK\x03\x04": "zip",
-    b"PAR1": "parquet",
+    PARQUET: "parquet",
     b"\x89HDF": "HDF5",
     b"%PDF": "PDF",
 }
@@ -42,21 +44,22 @@ class Input:
     def __init__(self, label: str, file: BinaryIO) -> None:
         self.label = label
         """As messages call it."""
-        self._file = file
+        self.file = file
+        """For who must read it out of order."""
         self.n_bytes = 0
         self._digest = hashlib.sha256()
 
     def blocks(self) -> Iterator[bytes]:
         """The file from its beginning, once; afterwards its size and hash are known."""
-        self._file.seek(0)
-        while block := self._file.read(BLOCK):
+        self.file.seek(0)
+        while block := self.file.read(BLOCK):
             self._digest.update(block)
             self.n_bytes += len(block)
             yield block
 
     def begins_with(self, mark: bytes) -> bool:
-        self._file.seek(0)
-        return self._file.read(len(mark)) == mark
+        self.file.seek(0)
+        return self.file.read(len(mark)) == mark
 
     def sha256(self) -> str:
         """Of the file as it lies on the disk."""
