@@ -3,14 +3,17 @@
     python killed_saves.py FOLDER ROUNDS SEED
 
 FOLDER holds a `gptfast.toml`. Each round forks after the imports, resumes the run and kills it at a
-random moment. Prints what it found as JSON.
+random moment. Then one save is killed before each of its file operations in turn. Prints what it
+found as JSON.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -21,6 +24,7 @@ from safetensors.torch import load_file
 
 from gptfast import config, session
 from gptfast.checkpoint import Checkpoint
+from gptfast.contract.tiny import build_rig
 from gptfast.report import RunInfo, Silent
 from gptfast.runs import Run
 
@@ -72,6 +76,48 @@ def killed_round(run: Run, seconds: float, *, once_started: bool) -> None:
     assert os.WIFSIGNALED(status), f"ended by itself: {status}"
 
 
+FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.rmdir", "os.remove"}
+
+
+def killed_before_each_file_operation(folder: Path) -> int:
+    """How many operations a save has that rotates an older checkpoint away; all were survived."""
+    with build_rig({}, machine=None, found={}) as rig:
+        profile = rig.profile(train__keep_checkpoints=1, train__eval_interval=0)
+        run = Run.create(folder / "saved", profile_toml=profile.to_toml())
+        trainer, _ = rig.trainer(profile, run=run)
+        with trainer:
+            trainer.run(3)
+            trainer.one_step()
+            for number in itertools.count():
+                trainer.kept_in = Run(folder / f"saved-{number}")
+                shutil.copytree(run.folder, trainer.kept_in.folder)
+                child = os.fork()
+                if child == 0:
+                    kill_before(number)
+                    trainer.save()
+                    os._exit(0)
+                _, status = os.waitpid(child, 0)
+                again = Run.resumed(trainer.kept_in.folder)
+                found = again.newest_intact()
+                assert not found.damaged, found.damaged
+                assert not unfinished(again)
+                if not os.WIFSIGNALED(status):
+                    assert (status, again.steps()) == (0, [4])
+                    return number
+    raise AssertionError
+
+
+def kill_before(number: int) -> None:
+    """Have this process killed before its next file operation but `number`."""
+    left = itertools.count(number, -1)
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        if event in FILE_EVENTS and next(left) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
 def main(folder: Path, rounds: int, seed: int) -> None:
     torch.set_num_threads(1)
     # A quarter of a second of warming up in each round would hit no save.
@@ -98,6 +144,7 @@ def main(folder: Path, rounds: int, seed: int) -> None:
     sys.stdout.write(
         json.dumps(
             {
+                "operations": killed_before_each_file_operation(folder),
                 "kills": rounds,
                 "kills_in_a_save": in_save,
                 "steps": last,

@@ -181,6 +181,14 @@ def test_resume_falls_back_to_the_newest_checkpoint_that_loads(
     assert steps == list(range(1, 8))
 
 
+def test_pointers_name_no_checkpoint_that_was_set_aside(run: Run) -> None:
+    (run.folder / "best").write_text("step-000006\n")
+    cut(run.checkpoint_folder(6) / "trainer.pt")
+    assert resume("--stop-at", "4") == 0
+    assert (run.folder / "latest").read_text() == "step-000004\n"
+    assert not (run.folder / "best").exists()
+
+
 def test_resume_falls_back_over_several_and_refuses_when_none_loads(
     run: Run, capsys: Captured
 ) -> None:
@@ -520,7 +528,10 @@ def test_ctrl_c_during_a_save_never_leaves_a_cut_file(
 
 
 def test_a_run_killed_while_it_saves_is_whole(tmp_path: Path, trained: Path) -> None:
-    """RES-06: 40 times `kill -9`, and the run equals one that was never killed."""
+    """RES-06: 40 times `kill -9`, and the run equals one that was never killed.
+
+    And a save is whole or absent before whichever of its file operations it is killed.
+    """
     shutil.copy(trained / "tiny.h5", tmp_path)
     often = PROFILE.replace("save_interval = 2", "save_interval = 1")
     often = often.replace("steps = 8", "steps = 100000").replace("[profiles.tiny.", "[")
@@ -537,6 +548,7 @@ def test_a_run_killed_while_it_saves_is_whole(tmp_path: Path, trained: Path) -> 
     found = json.loads(done.stdout)
     assert found["kills"] == 40
     assert found["kills_in_a_save"] >= 5
+    assert found["operations"] >= 20
     assert found["logged"] == list(range(1, found["steps"] + 1))
     assert found["unfinished"] == []
     assert found["equal"]
