@@ -79,6 +79,10 @@ class Chunks:
         else:
             self._parts.append(text)
 
+    def hold(self, text: str) -> None:
+        """Take more text and cut nothing off yet."""
+        self._parts.append(text)
+
     def rest(self) -> Iterator[str]:
         """What is left at the end of the text."""
         text = "".join(self._parts)

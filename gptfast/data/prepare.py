@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from gptfast import __version__
 from gptfast.data.corpus import Chunks, Survey, survey
-from gptfast.data.formats import STRICT, Reading, Tally, read_pieces
+from gptfast.data.formats import STRICT, Piece, Reading, Tally, read_pieces
 from gptfast.data.layout import SPLITS
 from gptfast.data.sources import Source, find, short_name
 from gptfast.data.store import Store
@@ -274,7 +274,10 @@ def _encode(
     separator = tokenizer.eot_id if has_documents else None
 
     def encode(batch: Sequence[_Chunk]) -> list[_Encoded]:
-        return [_encoded(chunk, tokenizer, n_documents=n_documents) for chunk in batch]
+        return [
+            _encoded(chunk, tokenizer, separator=separator, n_documents=n_documents)
+            for chunk in batch
+        ]
 
     batches = _batches(_chunks(surveys, border=border, reading=reading))
     for batch, encoded in _map_in_order(encode, batches, workers=workers):
@@ -285,14 +288,13 @@ def _encode(
             spool.append(found.ids, n_bytes=found.n_bytes)
             done += found.n_bytes
             tokens += len(found.ids)
-            if chunk.ends and separator is not None:
-                spool.append(np.array([separator], dtype=np.uint32), n_bytes=0)
-                tokens += 1
         progress(done, total, tokens)
     progress(total, total, tokens)
 
 
-def _encoded(chunk: _Chunk, tokenizer: Tokenizer, *, n_documents: int) -> _Encoded:
+def _encoded(
+    chunk: _Chunk, tokenizer: Tokenizer, *, separator: int | None, n_documents: int
+) -> _Encoded:
     try:
         ids = tokenizer.encode(chunk.text)
     except (KeyboardInterrupt, SystemExit):
@@ -302,6 +304,8 @@ def _encoded(chunk: _Chunk, tokenizer: Tokenizer, *, n_documents: int) -> _Encod
             f"{chunk.source.label}: document {chunk.document + 1} of {n_documents}: the tokenizer "
             f"{tokenizer.name} failed ({type(error).__name__}: {error})"
         ) from error
+    if chunk.ends and separator is not None:
+        ids = np.append(ids, np.uint32(separator))
     return _Encoded(ids, len(chunk.text.encode()))
 
 
@@ -313,9 +317,8 @@ def _chunks(surveys: Sequence[Survey], *, border: _Border, reading: Reading) -> 
         with source.open() as file:
             document = _Document(source, number, n_train=border.n_train(number))
             for piece in read_pieces(file, reading, Tally()):
-                yield from document.feed(piece.text)
+                yield from document.feed(piece)
                 if piece.ends:
-                    yield from document.end()
                     number += document.n_chars > 0
                     document = _Document(source, number, n_train=border.n_train(number))
             if file.sha256() != surveyed.sha256:
@@ -336,18 +339,20 @@ class _Document:
         self._split = "train"
         self._begins = True
 
-    def feed(self, text: str) -> Iterator[_Chunk]:
+    def feed(self, piece: Piece) -> Iterator[_Chunk]:
         n_train = max(0, self._n_train - self.n_chars)
-        self.n_chars += len(text)
-        for split, part in (("train", text[:n_train]), ("val", text[n_train:])):
+        self.n_chars += len(piece.text)
+        for split, part in (("train", piece.text[:n_train]), ("val", piece.text[n_train:])):
             if part and split != self._split:
                 yield from map(self._chunk, self._chunks.rest())
                 self._split, self._begins = split, True
-            yield from map(self._chunk, self._chunks.feed(part))
-
-    def end(self) -> Iterator[_Chunk]:
-        for text in self._chunks.rest():
-            yield self._chunk(text, ends=True)
+            if piece.ends:
+                self._chunks.hold(part)  # a row is encoded whole: most are short
+            else:
+                yield from map(self._chunk, self._chunks.feed(part))
+        if piece.ends:
+            for text in self._chunks.rest():
+                yield self._chunk(text, ends=True)
 
     def _chunk(self, text: str, *, ends: bool = False) -> _Chunk:
         begins, self._begins = self._begins, False
