@@ -39,7 +39,7 @@ class VocabPadOptions(Options):
 
 
 class VocabPad(Plugin):
-    summary = "Rows of embedding and head rounded up to a multiple of 128"
+    summary = "Rows of embedding and head rounded up to a multiple of a power of two"
     stage = Stage.SURGERY
     claim = Claim.EXACT
     tolerance = 1e-6
