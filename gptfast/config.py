@@ -207,24 +207,31 @@ def _option_layers(
         key, separator, text = override.partition("=")
         if not separator or not key.strip():
             raise Refused(f"--set {override}: write --set KEY=VALUE, as in --set train.steps=100")
+        if key.strip() in ("name", "extends"):
+            raise Refused(
+                f"--set {override}: {key.strip()} is said in a file only: choose a profile with "
+                "--profile and the run's name with --run"
+            )
         value_tree: dict[str, Any] = {}
         put(value_tree, key.strip(), _toml_value(text.strip()))
         layers.append(_Layer(f"--set {override}:", folder, value_tree))
     for plugin in plugins:
-        layers.append(_Layer(f"--plugin {plugin}", folder, {"plugins": {plugin: True}}))
+        layers.append(_Layer(f"--plugin {plugin}:", folder, {"plugins": {plugin: True}}))
     for plugin in without:
         on = {p for p, options in tree.get("plugins", {}).items() if options is not False}
         if plugin not in on | set(plugins):
             raise Refused(f"--without {plugin}: it is not on: {nearest(plugin, on)}")
-        layers.append(_Layer(f"--without {plugin}", folder, {"plugins": {plugin: False}}))
+        layers.append(_Layer(f"--without {plugin}:", folder, {"plugins": {plugin: False}}))
     return layers
 
 
 def _toml_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        tree = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    # More keys than one: a line break in the text began another.
+    return tree["value"] if len(tree) == 1 else text
 
 
 def _normalised(layer: _Layer) -> dict[str, Any]:

@@ -214,8 +214,8 @@ PluginTable = dict[str, Any]
 class Profile(Table):
     """One validated profile: model, data, training, plugins."""
 
-    name: str = "default"
-    """The name it was found under."""
+    name: Annotated[str, Field(pattern=r"^[^/\\.][^/\\]*$")] = "default"
+    """The name it was found under; runs are named after it."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
@@ -276,8 +276,15 @@ def faults(
             lines.append(f"{named} {dotted + '.' if dotted else ''}{rule}")
         else:
             message = fault["msg"].replace("Input should be", "should be")
-            lines.append(f"{where} {dotted} = {fault['input']!r} {message}")
+            if fault["type"] == "model_type":
+                message = f"should be a table: write {dotted}.KEY = VALUE"
+            lines.append(f"{where} {dotted} = {_as_toml(fault['input'])} {message}")
     return "; ".join(lines)
+
+
+def _as_toml(value: object) -> str:
+    """As a TOML file would have it, where that differs from Python."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _named_in(key: str, table: str, rule: str) -> bool:
@@ -303,7 +310,7 @@ def _nearest_divisors(whole: int, wanted: int) -> str:
 def nearest(word: str, known: Iterable[str]) -> str:
     """`did you mean` for an unknown word: the nearest known one, else all of them."""
     known = sorted(known)
-    match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    match = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     if match:
         return f"did you mean {match[0]}?"
-    return f"known: {', '.join(known)}" if known else "there is none"
+    return f"choose from {', '.join(known)}" if known else "there is none"

@@ -314,7 +314,8 @@ def test_rounds_go_by_turns_and_the_baseline_is_first_and_last() -> None:
     climb(machine, DOUBLING, SAME)
     rounds = [name for name, steps in machine.turns if steps == PROTOCOL.steps]
     again = ["baseline"] * PROTOCOL.control_rounds
-    turns = ["baseline", "doubling", "same"] * PROTOCOL.rounds
+    up = ["baseline", "doubling", "same"]
+    turns = [name for number in range(PROTOCOL.rounds) for name in up[:: -1 if number % 2 else 1]]
     assert rounds == [*again, *turns, *again]
 
 

@@ -219,7 +219,7 @@ def test_wrong_usage_is_refused_in_one_line(
         ("negative.toml", "-"),
         ("head_not_divisor.toml", "32"),
         ("duplicate_key.toml", "not valid TOML"),
-        ("bool_for_int.toml", "True"),
+        ("bool_for_int.toml", "true"),
         ("float_for_int.toml", "20.5"),
         ("nan_lr.toml", "nan"),
         ("latin1_comment.toml", "UTF-8"),

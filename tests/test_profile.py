@@ -41,7 +41,7 @@ def refusal(**kwargs: Any) -> str:
         ("negative", ["train.batch_size = -4", "greater than or equal to 1"]),
         ("head_not_divisor", ["n_head = 3 does not divide n_embd = 32", "use 1, 2, 4"]),
         ("duplicate_key", ["not valid TOML", "line 12"]),
-        ("bool_for_int", ["train.batch_size = True", "integer"]),  # CLI-04
+        ("bool_for_int", ["train.batch_size = true", "integer"]),  # CLI-04
         ("float_for_int", ["train.steps = 20.5", "integer"]),
         ("nan_lr", ["train.learning_rate = nan"]),
         ("latin1_comment", ["byte 3 is not UTF-8", "save it as UTF-8"]),
@@ -326,7 +326,7 @@ def test_the_nearest_name_is_one_of_the_known(word: str, known: list[str]) -> No
     if said.startswith("did you mean"):
         assert any(said == f"did you mean {name}?" for name in known)
     else:
-        assert said == ("known: " + ", ".join(sorted(known)) if known else "there is none")
+        assert said == ("choose from " + ", ".join(sorted(known)) if known else "there is none")
 
 
 # shipped profiles ------------------------------------------------------------------------------
@@ -343,3 +343,24 @@ def test_the_shipped_profiles_are_there_and_valid(tmp_path: Path) -> None:
         assert Path(profile.data.path).is_absolute()
         assert math.isfinite(profile.train.learning_rate)
     assert load("baseline", folder=tmp_path).profile.plugins == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("extends=char", "extends is said in a file only"),
+        ("name=../../evil", "name is said in a file only"),
+        ("train=3", "should be a table: write train.KEY = VALUE"),
+        ("train.steps=1\nfoo=3", "should be a valid integer"),
+    ],
+)
+def test_an_override_that_would_do_something_else_is_refused(override: str, said: str) -> None:
+    with pytest.raises(Refused, match=said):
+        load("baseline", overrides=[override])
+
+
+def test_a_name_in_a_file_is_no_path(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text('name = "../evil"\n', encoding="utf-8")
+    with pytest.raises(Refused, match=r"name = '\.\./evil'"):
+        load(config=path)

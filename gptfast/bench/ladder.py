@@ -125,8 +125,10 @@ def measure(
             attempts.append(stand(added, below.on))
         standing = [attempt for attempt in attempts if attempt.failure is None]
         tell(_plan(standing, protocol))
-        for _ in range(protocol.rounds):
-            for attempt in standing:
+        for number in range(protocol.rounds):
+            # Up the ladder and down again, so that a machine that slows within a round favours
+            # no rung.
+            for attempt in standing if number % 2 == 0 else reversed(standing):
                 if attempt.failure is None:
                     attempt.turn()
                     if attempt.failure is not None:
