@@ -7,11 +7,14 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from gptfast.checkpoint import Checkpoint, replace_text
 from gptfast.errors import GptfastError, Refused
@@ -314,6 +317,40 @@ def git_commit(folder: Path) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Keep every other process from writing the run in `folder`, which is made where it is not.
+
+    A folder made here goes again where the run is refused before its first step.
+
+    Raises:
+        Refused: another process writes it, or it cannot be written.
+    """
+    existed = folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / "lock")
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise Refused(
+            f"{folder}: another process trains this run: wait for it or choose another name "
+            "with --run"
+        ) from error
+    except OSError as error:
+        raise Refused(
+            f"{folder}: cannot keep a run here ({error.strerror}): choose another with --run"
+        ) from error
+    try:
+        yield
+    except Refused:
+        lock.release()
+        if not existed and not Run(folder).steps():
+            shutil.rmtree(folder)
+        raise
+    finally:
+        lock.release()
 
 
 def run_folder(name: str, *, parent: Path) -> Path:

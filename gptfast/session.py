@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -25,7 +25,7 @@ from gptfast.machine import find_machine, measure_matmul_peak, peak_dtype
 from gptfast.model import count_parameters, flops_per_token
 from gptfast.plugin import Profile
 from gptfast.report import Finished, Listener, PluginLine, RunInfo
-from gptfast.runs import Run, free_name, git_commit, newest_name, run_folder
+from gptfast.runs import Run, free_name, git_commit, newest_name, only_writer, run_folder
 from gptfast.trainer import Trainer
 
 GPT2_VOCABULARY = 50_257
@@ -61,7 +61,8 @@ def train(
     start = time.perf_counter()
     runs = folder / "runs"
     machine = find_machine(device)
-    with Store.open(Path(loaded.profile.data.path)) as store:
+    with ExitStack() as stack:
+        store = stack.enter_context(Store.open(Path(loaded.profile.data.path)))
         profile = with_vocabulary(loaded.profile, store)
         selection = registry.select(
             registry.plan(profile, origins=loaded.origins),
@@ -71,6 +72,7 @@ def train(
         )
         name = run or (newest_name if resume else free_name)(profile.name, parent=runs)
         place = run_folder(name, parent=runs)
+        stack.enter_context(only_writer(place))
         checkpoint = None
         if resume:
             kept = Run.resumed(place)
@@ -218,7 +220,7 @@ def run_info(
 
 @contextmanager
 def signals_stop(trainer: Trainer) -> Iterator[list[int]]:
-    """SIGINT and SIGTERM let the step finish, save and stop; a second one stops at once.
+    """SIGINT and SIGTERM let the step finish, save and stop; the same one again stops at once.
 
     While a checkpoint is being written a second one waits for it, and a third stops at once.
     Yields the signals caught so far. Handlers are as found afterwards. Outside the main thread,
@@ -230,7 +232,8 @@ def signals_stop(trainer: Trainer) -> Iterator[list[int]]:
         return
 
     def handle(signum: int, frame: FrameType | None) -> None:
-        if len(caught) > 1 or (caught and not trainer.saving):
+        times = caught.count(signum)  # a cluster's SIGTERM may follow a SIGINT: not a second one
+        if times > 1 or (times == 1 and not trainer.saving):
             raise KeyboardInterrupt
         caught.append(signum)
         trainer.interrupt(signal.Signals(signum).name)

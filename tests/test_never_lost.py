@@ -13,7 +13,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,7 +32,9 @@ from gptfast.contract.tiny import write_tiny_store
 from gptfast.errors import Refused
 from gptfast.optim import PlainStepper
 from gptfast.plugin import Evaluated, Plugin, Stepped, Stepper, Want
-from gptfast.runs import Run
+from gptfast.runs import Run, only_writer
+from gptfast.session import signals_stop
+from gptfast.trainer import Trainer
 
 MARKER = "PICKLE-CODE-RAN"
 
@@ -594,3 +597,58 @@ def test_a_kill_between_two_renames_loses_nothing(run: Run) -> None:
     assert again.steps() == [4, 6]
     assert again.newest_intact().checkpoint.step == 6
     assert list(run.folder.rglob(".*")) == []
+
+
+def test_two_processes_do_not_train_one_run(tmp_path: Path) -> None:
+    with only_writer(tmp_path / "one"):
+        other = subprocess.run(
+            [sys.executable, "-c", HOLD.format(folder=str(tmp_path / "one"))],
+            capture_output=True,
+            text=True,
+        )
+    assert other.returncode == 3, other.stderr
+    assert "another process trains this run" in other.stdout
+    with only_writer(tmp_path / "one"):  # free again
+        pass
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from gptfast.errors import Refused
+from gptfast.runs import only_writer
+try:
+    with only_writer(Path({folder!r})):
+        pass
+except Refused as refused:
+    print(refused)
+    sys.exit(3)
+"""
+
+
+def refused_in(folder: Path) -> None:
+    with only_writer(folder):
+        Run.create(folder, profile_toml="")
+        raise Refused("too short a text")
+
+
+def test_a_refused_run_leaves_no_folder_and_an_old_one_stays(tmp_path: Path) -> None:
+    for folder in (tmp_path / "new", tmp_path / "old"):
+        if folder.name == "old":
+            folder.mkdir()
+        with pytest.raises(Refused):
+            refused_in(folder)
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "old").exists()
+
+
+def test_sigterm_after_sigint_does_not_cut_the_step_short() -> None:
+    told: list[str] = []
+    trainer = SimpleNamespace(saving=False, interrupt=told.append)
+    with signals_stop(cast("Trainer", trainer)) as caught:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert caught == [signal.SIGINT, signal.SIGTERM]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert told == ["SIGINT", "SIGTERM"]
