@@ -237,9 +237,7 @@ def _check_text(surveys: Sequence[Survey], description: str) -> None:
     if not any(s.sizes for s in surveys):
         n_bad_rows = sum(s.tally.n_bad_rows for s in surveys)
         skipped = f" ({n_bad_rows} bad rows are left out)" if n_bad_rows else ""
-        raise Refused(
-            f"{description}: 0 tokens, there is no text in it{skipped}: name a longer text"
-        )
+        raise Refused(f"{description}: 0 tokens, no text in it{skipped}: name a longer text")
 
 
 def _border(surveys: Sequence[Survey], val_fraction: float) -> _Border:
