@@ -235,7 +235,7 @@ def save_checkpoint(
         needed = sum(tensor.nbytes for tensor in _tensors_in([dict(model), dict(trainer)]))
         raise GptfastError(
             f"{folder}: cannot save ({_reason(error)}): about {needed:,} bytes are needed; "
-            "free disk space and continue with --resume"
+            "free disk space, then --resume, or start again where nothing was saved yet"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # also after Ctrl-C; renamed: not there
