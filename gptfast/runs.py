@@ -1,4 +1,7 @@
-"""A run's folder: `profile.toml`, `metrics.jsonl`, `checkpoints/`, pointers `latest` and `best`."""
+"""A run's folder: `profile.toml`, `metrics.jsonl`, `checkpoints/`, pointers `latest` and `best`.
+
+Over 400 lines because every file of that folder is written and read here and nowhere else.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ It knows no optimization by name: what makes it fast hangs on the hooks. It owns
 may: the token-weighted micro-batch loop, clipping between unscale and step, the schedule, the
 checkpoint, and the order save -> evaluate -> sample -> stop.
 
+Longer than other files because building, looping, saving and resuming are one order of events,
+which is easier to check in one place than in four.
+
 Over 400 lines: building, stepping, saving and resuming share one state, and a run is followed best
 in one file.
 """
