@@ -13,6 +13,13 @@ from typing import Any
 import pytest
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A suite begun in the background of a script inherits an ignored SIGINT, and would hand it on
+    to the commands that the tests interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(scope="session")
 def inputs() -> Path:
     """The folder of hard inputs."""
