@@ -86,7 +86,8 @@ class Claim(Enum):
 
 
 ORDER_SLACK = 1e-3
-"""Relative difference of two losses that kernels which add in any order may make off the CPU."""
+"""Relative difference of two losses put down to kernels that add in any order, off the CPU. Chosen,
+not measured: no GPU has run it yet."""
 
 
 def least_tolerance(kind: str) -> float:

@@ -89,6 +89,7 @@ def compile_step(optimizer: Optimizer, compiler: Compiler) -> None:
 
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(float(group["lr"]))
+    # On the instance: the class is everybody's.
     optimizer.step = compiler(optimizer.step)  # type: ignore[method-assign]
 
 

@@ -165,7 +165,8 @@ class Muon(Plugin):
         from torch.optim import _muon
 
         if self._iterates_in(context.machine) == "float32":
-            # torch has no option for it (looked at 2.11 to 2.14): its own function is replaced.
+            # torch 2.13 has no option for it, so its private function is replaced. A release that
+            # names it otherwise fails here, naming this plugin.
             context.setattr(_muon, "_zeropower_via_newtonschulz", orthogonalised)
 
     def _iterates_in(self, machine: Machine) -> str:
