@@ -35,7 +35,7 @@ from data_helpers import (
 )
 
 from gptfast.cli import main
-from gptfast.data import packing, shakespeare, writer
+from gptfast.data import encoding, packing, shakespeare, writer
 from gptfast.data import prepare as prepare_module
 from gptfast.data.formats import Reading
 from gptfast.data.prepare import default_out, prepare
@@ -215,7 +215,7 @@ def test_the_size_of_a_chunk_changes_nothing(
     _, whole = prepared(tmp_path, folder)
     expected = [stored_ids(whole), whole.documents("train").tolist()]
     monkeypatch.setattr(packing, "BLOCK", 20)
-    monkeypatch.setattr(prepare_module, "_BATCH", 1)
+    monkeypatch.setattr(encoding, "_BATCH", 1)
     seen: list[tuple[int, int, int]] = []
     _, cut = prepared(tmp_path, folder, force=True, progress=lambda *now: seen.append(now))
     assert len(seen) > 10

@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptfast.cli import main
-from gptfast.data import packing
+from gptfast.data import encoding, packing
 from gptfast.data import prepare as prepare_module
 from gptfast.data.formats import Reading, Tally, read_pieces
 from gptfast.data.packing import Input, unpacked
@@ -368,7 +368,7 @@ def test_the_size_of_a_batch_changes_nothing(
     _, whole = prepared(tmp_path, *sources)
     expected = (whole.fingerprint, [whole.documents(s).tolist() for s in whole.splits])
     monkeypatch.setattr(packing, "BLOCK", 50)
-    monkeypatch.setattr(prepare_module, "_BATCH", 1)
+    monkeypatch.setattr(encoding, "_BATCH", 1)
     _, cut = prepared(tmp_path, *sources, force=True, progress=lambda *now: seen.append(now))
     assert (cut.fingerprint, [cut.documents(s).tolist() for s in cut.splits]) == expected
     assert len(seen) > 100

@@ -13,39 +13,27 @@ documents join directly, and only the document starts in the data file tell them
 
 from __future__ import annotations
 
-import itertools
 import os
-import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from gptfast import __version__
-from gptfast.data.corpus import Chunks, Survey, survey
-from gptfast.data.formats import STRICT, Piece, Reading, Tally, read_pieces
+from gptfast.data.corpus import Survey, survey
+from gptfast.data.encoding import Chunk, Encoded, encode
+from gptfast.data.formats import STRICT, Reading
 from gptfast.data.layout import SPLITS
-from gptfast.data.sources import Source, find, short_name
+from gptfast.data.plan import plan
+from gptfast.data.sources import find, short_name
 from gptfast.data.store import Store
 from gptfast.data.tokenizer import Tokenizer, load_tokenizer
 from gptfast.data.writer import Spool, write_store
-from gptfast.errors import GptfastError, Refused
+from gptfast.errors import Refused
 
 Progress = Callable[[int, int, int], None]
 """Called with bytes of text done, bytes in all, and tokens so far."""
-
-_BATCH = 1 << 17
-"""Characters that a thread gets at a time, at least."""
-
-A = TypeVar("A")
-B = TypeVar("B")
 
 
 @dataclass(frozen=True)
@@ -80,43 +68,6 @@ class Prepared:
     fingerprint: str
     """`Store.fingerprint`."""
     seconds: float
-
-
-@dataclass(frozen=True)
-class _Border:
-    """Where training ends: in which document, before which of its characters."""
-
-    document: int
-    """Its number among those with text, from 0."""
-    char: int
-
-    def n_train(self, document: int) -> int:
-        """How many characters of a document are for training, at most."""
-        if document == self.document:
-            return self.char
-        return sys.maxsize if document < self.document else 0
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """A stretch of text that can be encoded by itself."""
-
-    source: Source
-    document: int
-    """Its number among those with text, from 0."""
-    split: str
-    text: str
-    begins: bool
-    """Whether the document's text in this split begins with it."""
-    ends: bool
-    """Whether the document ends with it."""
-
-
-@dataclass(frozen=True)
-class _Encoded:
-    ids: NDArray[np.uint32]
-    n_bytes: int
-    """Of the text, in UTF-8."""
 
 
 def default_out(sources: Sequence[str | Path], tokenizer: str) -> Path:
@@ -180,15 +131,14 @@ def prepare(
             split: stack.enter_context(Spool(out, vocab_size=tokenizer.vocab_size))
             for split in SPLITS
         }
-        _encode(
+        encoded = encode(
             surveys,
-            spools,
+            plan(surveys, val_fraction),
             tokenizer=tokenizer,
-            border=_border(surveys, val_fraction),
             reading=reading,
             workers=workers or os.cpu_count() or 1,
-            progress=progress,
         )
+        _spool(encoded, spools, total=sum(s.n_bytes for s in surveys), progress=progress)
         write_store(
             out,
             splits=spools,
@@ -240,46 +190,16 @@ def _check_text(surveys: Sequence[Survey], description: str) -> None:
         raise Refused(f"{description}: 0 tokens, no text in it{skipped}: name a longer text")
 
 
-def _border(surveys: Sequence[Survey], val_fraction: float) -> _Border:
-    n_documents = sum(len(s.sizes) for s in surveys)
-    n_train = (1 - val_fraction) * sum(sum(s.sizes) for s in surveys)
-    if n_documents == 1:
-        return _Border(0, max(1, int(n_train)))
-    if val_fraction == 0:
-        return _Border(n_documents, 0)
-    ends = itertools.accumulate(itertools.chain.from_iterable(s.sizes for s in surveys))
-    inner = enumerate(itertools.islice(ends, n_documents - 1), 1)
-    document, _ = min(inner, key=lambda border: abs(border[1] - n_train))
-    return _Border(document, 0)
-
-
-def _encode(
-    surveys: Sequence[Survey],
+def _spool(
+    encoded: Iterable[Iterable[tuple[Chunk, Encoded]]],
     spools: Mapping[str, Spool],
     *,
-    tokenizer: Tokenizer,
-    border: _Border,
-    reading: Reading,
-    workers: int,
+    total: int,
     progress: Progress,
 ) -> None:
-    """Encode on threads (tiktoken lets go of the interpreter), spool in the order of the text."""
-    n_documents = sum(len(s.sizes) for s in surveys)
-    total = sum(s.n_bytes for s in surveys)
     done = tokens = 0
-    # Between documents only: one stream has no end. A row is a document even if it is the only one.
-    has_documents = n_documents > 1 or any(s.tally.n_rows for s in surveys)
-    separator = tokenizer.eot_id if has_documents else None
-
-    def encode(batch: Sequence[_Chunk]) -> list[_Encoded]:
-        return [
-            _encoded(chunk, tokenizer, separator=separator, n_documents=n_documents)
-            for chunk in batch
-        ]
-
-    batches = _batches(_chunks(surveys, border=border, reading=reading))
-    for batch, encoded in _map_in_order(encode, batches, workers=workers):
-        for chunk, found in zip(batch, encoded, strict=True):
+    for batch in encoded:
+        for chunk, found in batch:
             spool = spools[chunk.split]
             if chunk.begins:
                 spool.documents.append(spool.n_tokens)
@@ -288,105 +208,6 @@ def _encode(
             tokens += len(found.ids)
         progress(done, total, tokens)
     progress(total, total, tokens)
-
-
-def _encoded(
-    chunk: _Chunk, tokenizer: Tokenizer, *, separator: int | None, n_documents: int
-) -> _Encoded:
-    try:
-        ids = tokenizer.encode(chunk.text)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic in Rust is no Exception
-        raise GptfastError(
-            f"{chunk.source.label}: document {chunk.document + 1} of {n_documents}: the tokenizer "
-            f"{tokenizer.name} failed ({type(error).__name__}: {error})"
-        ) from error
-    if chunk.ends and separator is not None:
-        ids = np.append(ids, np.uint32(separator))
-    return _Encoded(ids, len(chunk.text.encode()))
-
-
-def _chunks(surveys: Sequence[Survey], *, border: _Border, reading: Reading) -> Iterator[_Chunk]:
-    """All text again, in chunks that belong to one document and one split each."""
-    number = 0
-    for surveyed in surveys:
-        source = surveyed.source
-        with source.open() as file:
-            document = _Document(source, number, n_train=border.n_train(number))
-            for piece in read_pieces(file, reading, Tally()):
-                yield from document.feed(piece)
-                if piece.ends:
-                    number += document.n_chars > 0
-                    document = _Document(source, number, n_train=border.n_train(number))
-            if file.sha256() != surveyed.sha256:
-                raise GptfastError(
-                    f"{source.label}: has changed while it was read: run the command again"
-                )
-
-
-class _Document:
-    """A document on its way into chunks: those for training, then those for validation."""
-
-    def __init__(self, source: Source, number: int, *, n_train: int) -> None:
-        self.n_chars = 0
-        self._source = source
-        self._number = number
-        self._n_train = n_train
-        self._chunks = Chunks()
-        self._split = "train"
-        self._begins = True
-
-    def feed(self, piece: Piece) -> Iterator[_Chunk]:
-        n_train = max(0, self._n_train - self.n_chars)
-        self.n_chars += len(piece.text)
-        for split, part in (("train", piece.text[:n_train]), ("val", piece.text[n_train:])):
-            if part and split != self._split:
-                yield from map(self._chunk, self._chunks.rest())
-                self._split, self._begins = split, True
-            if piece.ends:
-                self._chunks.hold(part)  # a row is encoded whole: most are short
-            else:
-                yield from map(self._chunk, self._chunks.feed(part))
-        if piece.ends:
-            for text in self._chunks.rest():
-                yield self._chunk(text, ends=True)
-
-    def _chunk(self, text: str, *, ends: bool = False) -> _Chunk:
-        begins, self._begins = self._begins, False
-        return _Chunk(self._source, self._number, self._split, text, begins, ends)
-
-
-def _batches(chunks: Iterable[_Chunk]) -> Iterator[list[_Chunk]]:
-    """Chunks by the handful: a thread for each short row would cost more than to encode it."""
-    batch: list[_Chunk] = []
-    n_chars = 0
-    for chunk in chunks:
-        batch.append(chunk)
-        n_chars += len(chunk.text)
-        if n_chars >= _BATCH:
-            yield batch
-            batch, n_chars = [], 0
-    if batch:
-        yield batch
-
-
-def _map_in_order(
-    function: Callable[[A], B], items: Iterable[A], *, workers: int
-) -> Iterator[tuple[A, B]]:
-    """Each item and its result, in order, with few items underway at a time."""
-    pool = ThreadPoolExecutor(workers)
-    underway: deque[tuple[A, Future[B]]] = deque()
-    try:
-        for item in items:
-            underway.append((item, pool.submit(function, item)))
-            if len(underway) > 2 * workers:
-                item, future = underway.popleft()
-                yield item, future.result()
-        for item, future in underway:
-            yield item, future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _described(surveyed: Survey) -> dict[str, str | int]:

@@ -1,0 +1,174 @@
+"""From documents to ids, on threads, in the order of the text."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gptfast.data.corpus import Chunks, Survey
+from gptfast.data.formats import Piece, Reading, Tally, read_pieces
+from gptfast.data.plan import Plan
+from gptfast.data.sources import Source
+from gptfast.data.tokenizer import Tokenizer
+from gptfast.errors import GptfastError
+
+_BATCH = 1 << 17
+"""Characters that a thread gets at a time, at least."""
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A stretch of text that can be encoded by itself."""
+
+    source: Source
+    document: int
+    """Its number among those with text, from 0."""
+    split: str
+    text: str
+    begins: bool
+    """Whether the document's text in this split begins with it."""
+    ends: bool
+    """Whether the document ends with it."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The ids of a chunk, and of the separator after it."""
+
+    ids: NDArray[np.uint32]
+    n_bytes: int
+    """Of the text, in UTF-8."""
+
+
+def encode(
+    surveys: Sequence[Survey],
+    plan: Plan,
+    *,
+    tokenizer: Tokenizer,
+    reading: Reading,
+    workers: int,
+) -> Iterator[list[tuple[Chunk, Encoded]]]:
+    """The ids of all text in its order, some chunks at a time.
+
+    Raises:
+        GptfastError: the tokenizer failed, a file has changed since it was surveyed.
+    """
+    n_documents = sum(len(s.sizes) for s in surveys)
+    separator = tokenizer.eot_id if plan.has_documents else None
+
+    def encode_batch(batch: Sequence[Chunk]) -> list[tuple[Chunk, Encoded]]:
+        return [
+            (chunk, _encoded(chunk, tokenizer, separator=separator, n_documents=n_documents))
+            for chunk in batch
+        ]
+
+    # tiktoken lets go of the interpreter.
+    batches = _batches(_chunks(surveys, plan, reading=reading))
+    yield from _map_in_order(encode_batch, batches, workers=workers)
+
+
+def _encoded(
+    chunk: Chunk, tokenizer: Tokenizer, *, separator: int | None, n_documents: int
+) -> Encoded:
+    try:
+        ids = tokenizer.encode(chunk.text)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic in Rust is no Exception
+        raise GptfastError(
+            f"{chunk.source.label}: document {chunk.document + 1} of {n_documents}: the tokenizer "
+            f"{tokenizer.name} failed ({type(error).__name__}: {error})"
+        ) from error
+    if chunk.ends and separator is not None:
+        ids = np.append(ids, np.uint32(separator))
+    return Encoded(ids, len(chunk.text.encode()))
+
+
+def _chunks(surveys: Sequence[Survey], plan: Plan, *, reading: Reading) -> Iterator[Chunk]:
+    """All text again, in chunks that belong to one document and one split each."""
+    before = 0
+    for surveyed, border in zip(surveys, plan.borders, strict=True):
+        source = surveyed.source
+        number = 0
+        with source.open() as file:
+            document = _Document(source, before, n_train=border.n_train(0))
+            for piece in read_pieces(file, reading, Tally()):
+                yield from document.feed(piece)
+                if piece.ends:
+                    number += document.n_chars > 0
+                    document = _Document(source, before + number, n_train=border.n_train(number))
+            if file.sha256() != surveyed.sha256:
+                raise GptfastError(
+                    f"{source.label}: has changed while it was read: run the command again"
+                )
+        before += number
+
+
+class _Document:
+    """A document on its way into chunks: those for training, then those for validation."""
+
+    def __init__(self, source: Source, number: int, *, n_train: int) -> None:
+        self.n_chars = 0
+        self._source = source
+        self._number = number
+        self._n_train = n_train
+        self._chunks = Chunks()
+        self._split = "train"
+        self._begins = True
+
+    def feed(self, piece: Piece) -> Iterator[Chunk]:
+        n_train = max(0, self._n_train - self.n_chars)
+        self.n_chars += len(piece.text)
+        for split, part in (("train", piece.text[:n_train]), ("val", piece.text[n_train:])):
+            if part and split != self._split:
+                yield from map(self._chunk, self._chunks.rest())
+                self._split, self._begins = split, True
+            if piece.ends:
+                self._chunks.hold(part)  # a row is encoded whole: most are short
+            else:
+                yield from map(self._chunk, self._chunks.feed(part))
+        if piece.ends:
+            for text in self._chunks.rest():
+                yield self._chunk(text, ends=True)
+
+    def _chunk(self, text: str, *, ends: bool = False) -> Chunk:
+        begins, self._begins = self._begins, False
+        return Chunk(self._source, self._number, self._split, text, begins, ends)
+
+
+def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
+    """Chunks by the handful: a thread for each short row would cost more than to encode it."""
+    batch: list[Chunk] = []
+    n_chars = 0
+    for chunk in chunks:
+        batch.append(chunk)
+        n_chars += len(chunk.text)
+        if n_chars >= _BATCH:
+            yield batch
+            batch, n_chars = [], 0
+    if batch:
+        yield batch
+
+
+def _map_in_order(function: Callable[[A], B], items: Iterable[A], *, workers: int) -> Iterator[B]:
+    """The result of each item, in order, with few items underway at a time."""
+    pool = ThreadPoolExecutor(workers)
+    underway: deque[Future[B]] = deque()
+    try:
+        for item in items:
+            underway.append(pool.submit(function, item))
+            if len(underway) > 2 * workers:
+                yield underway.popleft().result()
+        for future in underway:
+            yield future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
