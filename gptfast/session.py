@@ -149,8 +149,7 @@ def with_vocabulary(profile: Profile, store: Store) -> Profile:
             "leave model.vocab_size out"
         )
     vocabulary = asked or stored or GPT2_VOCABULARY
-    if stored is None:
-        store.check_ids(vocabulary)
+    store.check_ids(vocabulary)
     return profile.replace({"model.vocab_size": vocabulary})
 
 

@@ -6,14 +6,15 @@ SHA-256 of the ids, the bytes of their text and the largest id. Beside them `tra
 `val_documents` (int64 starts), `tokenizer` (its whole definition as JSON, so that the file needs
 nothing else), `sources` (JSON) and attributes of the file: format, tokenizer's name, source.
 
-A foreign file with a 1-D dataset of integers named `tokens`, or `train` and `val`, is read too.
+A foreign HDF5 file with a 1-D dataset of integers named `tokens`, or `train` and `val`, is read
+too; `foreign` reads what is not HDF5.
 """
 
 from __future__ import annotations
 
 import errno
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 FORMAT = "gptfast_format"
 """The attribute that tells our files, with the version of their layout."""
 FORMAT_VERSION = 1
+OWN = "gptfast"
+HDF5 = "HDF5"
 SPLITS = ("train", "val")
 _PIECE = 1 << 22
 """Tokens looked at or copied at a time."""
@@ -48,36 +51,71 @@ class Tokens(Protocol):
 
 
 @dataclass(frozen=True)
-class Split:
-    """What a file says about one split."""
+class Part:
+    """Ids of a split that lie in one file."""
 
-    dataset: str
+    path: Path
     n_tokens: int
     dtype: np.dtype[Any]
     offset: int | None
     """Byte in the file at which the ids lie in one piece; None: in chunks, or compressed."""
-    n_bytes: int | None
+    identity: tuple[int, ...]
+    dataset: str | None = None
+    """Its name in the HDF5 file; None: the file is no HDF5."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """What a file says about one split."""
+
+    label: str
+    """As messages call it."""
+    parts: tuple[Part, ...]
+    """In the order of the ids; all of one dtype. More than one: shards."""
+    n_bytes: int | None = None
     """UTF-8 bytes of its text; None: a foreign file, which does not say."""
-    max_id: int | None
+    max_id: int | None = None
     """Largest id; None: a foreign file, which does not say."""
-    sha256: str | None
+    sha256: str | None = None
     """Of the ids as stored; None: a foreign file, which does not say."""
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(part.n_tokens for part in self.parts)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.parts[0].dtype
 
 
 @dataclass(frozen=True)
 class Layout:
+    kind: str
+    """Whose format it is: OWN, HDF5, or another program's name."""
     splits: dict[str, Split]
-    vocab_size: int | None
-    tokenizer_name: str | None
-    source: str | None
-    identity: tuple[int, ...]
+    vocab_size: int | None = None
+    """None: a foreign file, which does not say."""
+    tokenizer_name: str | None = None
+    """None: a foreign file, which does not say."""
+    tokenizer: Mapping[str, Any] | None = None
+    """Its definition, where another file than the HDF5 file holds it."""
+    source: str | None = None
 
 
-def read_layout(path: Path) -> Layout:
+def hdf5_layout(path: Path) -> Layout:
+    """What an HDF5 file says about itself.
+
+    Raises:
+        Refused: there is no such file, it is damaged, or it holds no 1-D integer tokens.
+        GptfastError: another program holds the file's lock.
+    """
     with open_hdf5(path) as file:
-        if FORMAT in file.attrs:
+        if FORMAT not in file.attrs:
+            return _foreign_layout(file, path)
+        try:
             return _own_layout(file, path)
-        return _foreign_layout(file, path)
+        except KeyError as error:
+            raise Refused(f"{path}: is damaged ({error.args[0]}): {_again(path)}") from error
 
 
 def _own_layout(file: h5py.File, path: Path) -> Layout:
@@ -93,20 +131,18 @@ def _own_layout(file: h5py.File, path: Path) -> Layout:
         dataset = file[name]
         if len(dataset):
             splits[name] = Split(
-                dataset=name,
-                n_tokens=len(dataset),
-                dtype=dataset.dtype,
-                offset=dataset.id.get_offset(),
+                label=name,
+                parts=(_hdf5_part(dataset, name, path),),
                 n_bytes=int(dataset.attrs["bytes"]),
                 max_id=int(dataset.attrs["max_id"]),
                 sha256=str(dataset.attrs["sha256"]),
             )
     return Layout(
+        kind=OWN,
         splits=splits,
         vocab_size=int(attributes["vocab_size"]),
         tokenizer_name=str(attributes["tokenizer"]),
         source=str(attributes["source"]),
-        identity=identity(path),
     )
 
 
@@ -117,11 +153,20 @@ def _foreign_layout(file: h5py.File, path: Path) -> Layout:
         raise Refused(f"{path}: has no dataset train or tokens, it holds {holds}: {_again(path)}")
     splits = {}
     for split, name in names.items():
-        dataset = file[name]
-        _check_foreign(dataset, f"{path}: {name}", _again(path))
-        offset = dataset.id.get_offset()
-        splits[split] = Split(name, len(dataset), dataset.dtype, offset, None, None, None)
-    return Layout(splits, None, None, None, identity(path))
+        _check_foreign(file[name], f"{path}: {name}", _again(path))
+        splits[split] = Split(name, (_hdf5_part(file[name], name, path),))
+    return Layout(HDF5, splits)
+
+
+def _hdf5_part(dataset: Any, name: str, path: Path) -> Part:
+    return Part(
+        path=path,
+        n_tokens=len(dataset),
+        dtype=dataset.dtype,
+        offset=dataset.id.get_offset(),
+        identity=identity(path),
+        dataset=name,
+    )
 
 
 def _check_foreign(dataset: Any, where: str, again: str) -> None:
@@ -169,8 +214,6 @@ def _not_opened(path: Path, error: OSError) -> GptfastError:
         )
     if isinstance(error, FileNotFoundError):
         return Refused(f"{path}: no such file: make it with {prepare_command(path)}")
-    if path.is_dir():
-        return Refused(f"{path}: is a folder, not an HDF5 file of tokens: name the file in it")
     if isinstance(error, PermissionError):
         return Refused(f"{path}: cannot be read ({error.strerror}): change its rights")
     if path.stat().st_size == 0:

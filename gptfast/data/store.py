@@ -1,27 +1,34 @@
-"""A corpus on disk, read: counts, tokenizer, windows. `writer` makes one, `layout` describes it."""
+"""A corpus on disk, read: counts, tokenizer, windows. `writer` makes one, `layout` describes it,
+`foreign` finds out what other programs left.
+"""
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import io
+import itertools
 import json
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gptfast.data.foreign import layout_of
 from gptfast.data.layout import (
+    OWN,
     SPLITS,
     Layout,
+    Part,
     Split,
     Tokens,
     identity,
     open_hdf5,
     pieces,
     prepare_command,
-    read_layout,
 )
 from gptfast.errors import GptfastError, Refused
 
@@ -44,8 +51,8 @@ class Store:
     def __init__(self, path: Path, layout: Layout) -> None:
         self.path = path
         self._layout = layout
-        self._raw: io.BufferedReader | None = None
-        self._hdf5: h5py.File | None = None
+        self._raw: dict[Path, io.BufferedReader] = {}
+        self._hdf5: dict[Path, h5py.File] = {}
         self._owner_pid: int | None = None
         self._inherited: list[object] = []
 
@@ -53,12 +60,15 @@ class Store:
     def open(cls, path: str | Path) -> Store:
         """Check the file and read what it says about itself.
 
+        Args:
+            path: ours or a foreign file, or a folder of token files; see `gptfast.data.foreign`.
+
         Raises:
             Refused: there is no such file, it is damaged, or it holds no 1-D integer tokens.
             GptfastError: another program holds the file's lock.
         """
         path = Path(path).absolute()
-        return cls(path, read_layout(path))
+        return cls(path, layout_of(path))
 
     def __enter__(self) -> Store:
         return self
@@ -69,11 +79,9 @@ class Store:
     def close(self) -> None:
         """Close this process's handles; a later read opens them again."""
         self._disown()
-        if self._raw is not None:
-            self._raw.close()
-        if self._hdf5 is not None:
-            self._hdf5.close()
-        self._raw = self._hdf5 = None
+        for file in [*self._raw.values(), *self._hdf5.values()]:
+            file.close()
+        self._raw, self._hdf5 = {}, {}
 
     def __reduce__(self) -> tuple[object, ...]:
         return Store, (self.path, self._layout)
@@ -104,11 +112,17 @@ class Store:
 
     @property
     def tokenizer_definition(self) -> dict[str, Any] | None:
-        """All that it takes to build the tokenizer anew; None: a foreign file."""
+        """All that it takes to build the tokenizer anew; None: a foreign file of bare ids."""
         if self.tokenizer_name is None:
             return None
-        with open_hdf5(self.path) as file:
-            return cast("dict[str, Any]", json.loads(file["tokenizer"][:].tobytes()))
+        if self._layout.kind == OWN:
+            with open_hdf5(self.path) as file:
+                return cast("dict[str, Any]", json.loads(file["tokenizer"][:].tobytes()))
+        if self._layout.tokenizer is not None:
+            return dict(self._layout.tokenizer)
+        from gptfast.data.tokenizer import load_tokenizer
+
+        return load_tokenizer(self.tokenizer_name).definition()
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the file.
@@ -127,21 +141,21 @@ class Store:
         return from_definition(definition)
 
     def documents(self, split: str) -> NDArray[np.int64]:
-        """(documents,) int64: first token of each document of the split."""
-        if self.tokenizer_name is None:
+        """(documents,) int64: first token of each document of the split; [0]: a foreign file."""
+        if self._layout.kind != OWN:
             return np.zeros(1, dtype=np.int64)
         with open_hdf5(self.path) as file:
-            return cast("NDArray[np.int64]", file[f"{self._split(split).dataset}_documents"][:])
+            return cast("NDArray[np.int64]", file[f"{self._split(split).label}_documents"][:])
 
     def n_bytes(self, split: str) -> int | None:
         """UTF-8 bytes of the split's text, separators not counted; None: a foreign file."""
         return self._split(split).n_bytes
 
     def bytes_of(self, split: str, n_tokens: int) -> int | None:
-        """UTF-8 bytes that the first `n_tokens` stand for; None: a foreign file."""
+        """UTF-8 bytes that the first `n_tokens` stand for; None: a foreign file of bare ids."""
         if self.tokenizer_name is None:
             return None
-        if n_tokens == self.n_tokens(split):
+        if n_tokens == self.n_tokens(split) and self.n_bytes(split) is not None:
             return self.n_bytes(split)
         lengths = self.tokenizer().token_bytes()
         return sum(int(lengths[ids].sum()) for ids in pieces(self.tokens(split), n_tokens))
@@ -160,18 +174,25 @@ class Store:
     def tokens(self, split: str) -> Tokens:
         """All ids of a split, none of them read yet."""
         found = self._split(split)
+        if len(found.parts) > 1:
+            return Shards(found.parts)
+        (part,) = found.parts
         self._disown()
-        if found.offset is None:
-            if self._hdf5 is None:
-                self._hdf5 = open_hdf5(self.path)
-                self._opened()
-            return cast("Tokens", self._hdf5[found.dataset])
-        if self._raw is None:
-            self._raw = self.path.open("rb")
-            self._opened()
+        if part.offset is None:
+            if part.path not in self._hdf5:
+                self._hdf5[part.path] = open_hdf5(part.path)
+                _check_same(part, identity(part.path))
+            return cast("Tokens", self._hdf5[part.path][part.dataset])
+        if part.path not in self._raw:
+            self._raw[part.path] = part.path.open("rb")
+            _check_same(part, identity(part.path))
         # A new map each time: pages once touched would count as this process's memory for ever.
         return np.memmap(
-            self._raw, dtype=found.dtype, mode="r", offset=found.offset, shape=(found.n_tokens,)
+            self._raw[part.path],
+            dtype=part.dtype,
+            mode="r",
+            offset=part.offset,
+            shape=(part.n_tokens,),
         )
 
     def read(self, split: str, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
@@ -206,7 +227,7 @@ class Store:
                     first = int(np.argmax(ids >= vocab_size))
                     raise Refused(
                         f"{self.path}: id {ids[first]} >= {vocab_size}, the model's vocabulary, "
-                        f"at token {at + first} of {split.dataset}: set model.vocab_size to what "
+                        f"at token {at + first} of {split.label}: set model.vocab_size to what "
                         "the data needs, or prepare the data with the model's tokenizer"
                     )
                 at += len(ids)
@@ -225,14 +246,59 @@ class Store:
         if self._owner_pid != os.getpid():
             # Kept, because to drop them would close them and give up the lock.
             self._inherited += [self._raw, self._hdf5]
-            self._raw = self._hdf5 = None
+            self._raw, self._hdf5 = {}, {}
             self._owner_pid = os.getpid()
 
-    def _opened(self) -> None:
-        if identity(self.path) != self._layout.identity:
-            raise GptfastError(
-                f"{self.path}: has been replaced since this run opened it: start the run again"
-            )
+
+class Shards:
+    """The ids of several files as one split, read when asked, each file opened for as long.
+
+    There may be more of them than files that a process may keep open.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._ends = list(itertools.accumulate(part.n_tokens for part in parts))
+        self.dtype = parts[0].dtype
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, asked: slice) -> NDArray[Any]:
+        start, stop, _ = asked.indices(len(self))
+        found = []
+        for part, end in self._parts_from(start):
+            begin = end - part.n_tokens
+            if begin >= stop:
+                break
+            first = max(start - begin, 0)
+            found.append(_read_part(part, first, min(stop - begin, part.n_tokens) - first))
+        return found[0] if len(found) == 1 else np.concatenate([np.empty(0, self.dtype), *found])
+
+    def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> Any:
+        return self[:].astype(dtype or self.dtype, copy=False)
+
+    def _parts_from(self, start: int) -> Iterator[tuple[Part, int]]:
+        first = bisect.bisect_right(self._ends, start)
+        return zip(self._parts[first:], self._ends[first:], strict=True)
+
+
+def _read_part(part: Part, first: int, n_tokens: int) -> NDArray[Any]:
+    assert part.offset is not None, "shards are no HDF5 files"
+    try:
+        with part.path.open("rb", buffering=0) as file:
+            _check_same(part, identity(part.path))
+            offset = part.offset + first * part.dtype.itemsize
+            return np.fromfile(file, part.dtype, n_tokens, offset=offset)
+    except OSError as error:
+        raise GptfastError(f"{part.path}: cannot be read ({error.strerror})") from error
+
+
+def _check_same(part: Part, found: tuple[int, ...]) -> None:
+    if found != part.identity:
+        raise GptfastError(
+            f"{part.path}: has been replaced since this run opened it: start the run again"
+        )
 
 
 def _sampled_sha256(tokens: Tokens) -> str:

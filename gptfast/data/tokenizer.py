@@ -192,7 +192,7 @@ class Bytes:
 
 
 class Characters:
-    """Each character of the corpus is a token; ids follow the order of the code points."""
+    """Each character of the corpus is a token; its id is its place in the alphabet."""
 
     name = "chars"
     eot_id: int | None = None
@@ -200,7 +200,9 @@ class Characters:
     def __init__(self, alphabet: str) -> None:
         self.alphabet = alphabet
         self.vocab_size = len(alphabet)
-        self._points = _code_points(alphabet)
+        points = _code_points(alphabet)
+        self._ids = np.argsort(points).astype(np.uint32)
+        self._points = points[self._ids]
 
     def encode(self, text: str) -> Ids:
         """(characters,) uint32.
@@ -209,16 +211,16 @@ class Characters:
             Refused: a character that the corpus does not have.
         """
         points = _code_points(text)
-        ids = np.searchsorted(self._points, points).astype(np.uint32)
-        known = ids < self.vocab_size
-        known[known] = self._points[ids[known]] == points[known]
+        places = np.searchsorted(self._points, points)
+        known = places < self.vocab_size
+        known[known] = self._points[places[known]] == points[known]
         if not known.all():
             at = int(np.argmin(known))
             raise Refused(
                 f"character {at} of the text, {text[at]!r}, is not among the {self.vocab_size} "
                 "that the chars tokenizer knows: leave it out, or prepare with gpt2 or bytes"
             )
-        return ids
+        return self._ids[places]
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(self.alphabet[int(i)] for i in ids)
