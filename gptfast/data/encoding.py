@@ -37,7 +37,7 @@ class Chunk:
     begins: bool
     """Whether the document's text in this split begins with it."""
     ends: bool
-    """Whether the document ends with it."""
+    """Whether a separator may follow: the document ends, or another text comes next."""
 
 
 @dataclass(frozen=True)
@@ -94,18 +94,20 @@ def _encoded(
 
 
 def _chunks(surveys: Sequence[Survey], plan: Plan, *, reading: Reading) -> Iterator[Chunk]:
-    """All text again, in chunks that belong to one document and one split each."""
+    """All text that is taken again, in chunks that belong to one document and one split each."""
     before = 0
-    for surveyed, border in zip(surveys, plan.borders, strict=True):
+    for surveyed, part in zip(surveys, plan.parts, strict=True):
         source = surveyed.source
         number = 0
         with source.open() as file:
-            document = _Document(source, before, n_train=border.n_train(0))
+            document = _Document(source, before, limits=part.limits(0), cut_ends=plan.is_mix)
             for piece in read_pieces(file, reading, Tally()):
                 yield from document.feed(piece)
                 if piece.ends:
                     number += document.n_chars > 0
-                    document = _Document(source, before + number, n_train=border.n_train(number))
+                    document = _Document(
+                        source, before + number, limits=part.limits(number), cut_ends=plan.is_mix
+                    )
             if file.sha256() != surveyed.sha256:
                 raise GptfastError(
                     f"{source.label}: has changed while it was read: run the command again"
@@ -116,29 +118,36 @@ def _chunks(surveys: Sequence[Survey], plan: Plan, *, reading: Reading) -> Itera
 class _Document:
     """A document on its way into chunks: those for training, then those for validation."""
 
-    def __init__(self, source: Source, number: int, *, n_train: int) -> None:
+    def __init__(
+        self, source: Source, number: int, *, limits: tuple[int, int], cut_ends: bool
+    ) -> None:
         self.n_chars = 0
         self._source = source
         self._number = number
-        self._n_train = n_train
+        self._n_train, self._n_taken = limits
+        self._cut_ends = cut_ends
         self._chunks = Chunks()
         self._split = "train"
         self._begins = True
 
     def feed(self, piece: Piece) -> Iterator[Chunk]:
         n_train = max(0, self._n_train - self.n_chars)
+        n_taken = max(0, self._n_taken - self.n_chars)
         self.n_chars += len(piece.text)
-        for split, part in (("train", piece.text[:n_train]), ("val", piece.text[n_train:])):
+        for split, part in (("train", piece.text[:n_train]), ("val", piece.text[n_train:n_taken])):
             if part and split != self._split:
-                yield from map(self._chunk, self._chunks.rest())
+                yield from self._rest(ends=self._cut_ends)
                 self._split, self._begins = split, True
             if piece.ends:
                 self._chunks.hold(part)  # a row is encoded whole: most are short
             else:
                 yield from map(self._chunk, self._chunks.feed(part))
         if piece.ends:
-            for text in self._chunks.rest():
-                yield self._chunk(text, ends=True)
+            yield from self._rest(ends=True)
+
+    def _rest(self, *, ends: bool) -> Iterator[Chunk]:
+        for text in self._chunks.rest():
+            yield self._chunk(text, ends=ends)
 
     def _chunk(self, text: str, *, ends: bool = False) -> Chunk:
         begins, self._begins = self._begins, False

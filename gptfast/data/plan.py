@@ -1,62 +1,182 @@
-"""Which part of each text is for training and which for validation, from counts alone."""
+"""What becomes of each text, training, validation or left out, from counts alone.
+
+Without a mix the corpus is one: its last part is for validation. In a mix each of its sources is
+cut by itself, so that both splits have its proportions, and what the proportions have no room for
+is left out.
+"""
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gptfast.data.corpus import Survey
+
+T = TypeVar("T")
+Flags = NDArray[np.bool_]
+Sizes = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Border:
-    """Where training ends in a source: in which document, before which of its characters."""
+    """A place in a source: in which document, before which of its characters."""
 
     document: int
     """Its number among those of the source with text, from 0."""
     char: int
 
-    def n_train(self, document: int) -> int:
-        """How many characters of a document are for training, at most."""
+    def n_before(self, document: int) -> int:
+        """How many characters of a document stand before it, at most."""
         if document == self.document:
             return self.char
         return sys.maxsize if document < self.document else 0
 
 
 @dataclass(frozen=True)
+class Part:
+    """What becomes of the text of a source."""
+
+    train_end: Border
+    """Validation begins here."""
+    end: Border
+    """What follows is left out."""
+    copies: Flags
+    """Which documents are left out because an earlier one is the same."""
+    n_chars: int
+    """Characters that are taken."""
+    n_documents: int
+    """Documents of which something is taken."""
+
+    def limits(self, document: int) -> tuple[int, int]:
+        """Up to which characters a document is for training, and up to which it is taken."""
+        if self.copies[document : document + 1].any():
+            return 0, 0
+        end = self.end.n_before(document)
+        return min(self.train_end.n_before(document), end), end
+
+
+@dataclass(frozen=True)
 class Plan:
     """What becomes of the text of a corpus."""
 
-    borders: tuple[Border, ...]
+    parts: tuple[Part, ...]
     """One for each source."""
     has_documents: bool
     """Whether a separator follows each document: one stream has no end."""
+    is_mix: bool
+    """Whether one also follows the part of a document before a border: another text comes next."""
 
 
-def plan(surveys: Sequence[Survey], val_fraction: float) -> Plan:
-    """The last part of the whole corpus is for validation."""
-    n_documents = sum(len(s.sizes) for s in surveys)
-    document, char = _border(surveys, val_fraction)
-    borders = []
-    for surveyed in surveys:
-        borders.append(Border(document, char))
-        document -= len(surveyed.sizes)
+def plan(
+    surveys: Sequence[Survey],
+    val_fraction: float,
+    *,
+    copies: Flags | None = None,
+    groups: Sequence[int] | None = None,
+    weights: Sequence[float] = (1.0,),
+    max_chars: int | None = None,
+) -> Plan:
+    """Take as much as the proportions allow, and its last part for validation.
+
+    Args:
+        val_fraction: in [0, 1).
+        copies: for each document with text, through all sources, whether to leave it out.
+        groups: how many of the sources each source of the mix has, one after the other; none is
+            without text. None: no mix.
+        weights: the share of each in the text, by any sum.
+        max_chars: how much to take at most.
+    """
+    sizes = [np.frombuffer(s.sizes, dtype=np.int64) for s in surveys]
+    flags = _flags(copies, [len(its_sizes) for its_sizes in sizes])
+    kept = [_without(its_sizes, copied) for its_sizes, copied in zip(sizes, flags, strict=True)]
+    members = [len(surveys)] if groups is None else groups
+    grouped = list(zip(_in_groups(kept, members), _in_groups(flags, members), strict=True))
+    totals = [sum(int(its_sizes.sum()) for its_sizes in group) for group, _ in grouped]
+    parts: list[Part] = []
+    for (group, its_flags), n_chars in zip(
+        grouped, _shares(totals, weights, max_chars), strict=True
+    ):
+        parts += _parts(group, its_flags, n_chars, val_fraction)
     # A row is a document even if it is the only one.
-    has_documents = n_documents > 1 or any(s.tally.n_rows for s in surveys)
-    return Plan(tuple(borders), has_documents)
+    has_rows = any(s.tally.n_rows for s in surveys)
+    several = sum(int(np.count_nonzero(its_sizes)) for its_sizes in kept) > 1
+    return Plan(tuple(parts), has_documents=several or has_rows, is_mix=len(members) > 1)
 
 
-def _border(surveys: Sequence[Survey], val_fraction: float) -> tuple[int, int]:
-    """The document, counted through all sources, and the character in it."""
-    n_documents = sum(len(s.sizes) for s in surveys)
-    n_train = (1 - val_fraction) * sum(sum(s.sizes) for s in surveys)
-    if n_documents == 1:
-        return 0, max(1, int(n_train))
+def _parts(
+    group: Sequence[Sizes], flags: Sequence[Flags], n_chars: int, val_fraction: float
+) -> Iterator[Part]:
+    """The first `n_chars` of the sources, as if they were one."""
+    joined = np.concatenate(group)
+    end = _end(joined, n_chars)
+    train_end = _train_end(_before(joined, end), end, val_fraction)
+    for sizes, copied in zip(group, flags, strict=True):
+        taken = _before(sizes, end)
+        yield Part(train_end, end, copied, int(taken.sum()), int(np.count_nonzero(taken)))
+        train_end, end = (Border(b.document - len(sizes), b.char) for b in (train_end, end))
+
+
+def _shares(totals: Sequence[int], weights: Sequence[float], limit: int | None) -> list[int]:
+    """Characters of each: by weight, none twice, until the first source is used up."""
+    whole = sum(weights)
+    size = min(total * whole / weight for total, weight in zip(totals, weights, strict=True))
+    size = size if limit is None else min(size, limit)
+    return [round(size * weight / whole) for weight in weights]
+
+
+def _end(sizes: Sizes, n_chars: int) -> Border:
+    """Where `n_chars` have been taken: a single document is cut, of several whole ones go."""
+    if n_chars >= sizes.sum():
+        return Border(len(sizes), 0)
+    (present,) = np.nonzero(sizes)
+    if len(present) == 1:
+        return Border(int(present[0]), max(1, n_chars))
+    return Border(_nearest(sizes, n_chars, first=present[0], last=present[-1]), 0)
+
+
+def _train_end(sizes: Sizes, end: Border, val_fraction: float) -> Border:
+    """`sizes`: of what is taken. Of two documents or more each split gets one."""
+    n_train = (1 - val_fraction) * int(sizes.sum())
+    (present,) = np.nonzero(sizes)
+    if len(present) == 1:
+        return Border(int(present[0]), max(1, int(n_train)))
     if val_fraction == 0:
-        return n_documents, 0
-    ends = itertools.accumulate(itertools.chain.from_iterable(s.sizes for s in surveys))
-    inner = enumerate(itertools.islice(ends, n_documents - 1), 1)
-    document, _ = min(inner, key=lambda border: abs(border[1] - n_train))
-    return document, 0
+        return end
+    return Border(_nearest(sizes, n_train, first=present[0], last=present[-1] - 1), 0)
+
+
+def _nearest(sizes: Sizes, n_chars: float, *, first: int, last: int) -> int:
+    """The border nearest to `n_chars`, from behind the document `first` to behind `last`."""
+    ends = np.cumsum(sizes)[first : last + 1]
+    return int(first) + 1 + int(np.argmin(np.abs(ends - n_chars)))
+
+
+def _before(sizes: Sizes, end: Border) -> Sizes:
+    """Characters of each document that stand before `end`."""
+    taken = sizes.copy()
+    taken[max(0, end.document) :] = 0
+    if 0 <= end.document < len(sizes):
+        taken[end.document] = min(int(sizes[end.document]), end.char)
+    return taken
+
+
+def _flags(copies: Flags | None, n_documents: Sequence[int]) -> list[Flags]:
+    """Those of each source."""
+    if copies is None:
+        return [np.zeros(n, dtype=bool) for n in n_documents]
+    return np.split(copies, np.cumsum(n_documents)[:-1])
+
+
+def _without(sizes: Sizes, copies: Flags) -> Sizes:
+    return np.where(copies, 0, sizes) if copies.any() else sizes
+
+
+def _in_groups(items: Iterable[T], members: Sequence[int]) -> list[list[T]]:
+    rest = iter(items)
+    return [list(itertools.islice(rest, n)) for n in members]
