@@ -266,6 +266,7 @@ class Shards:
 
     def __getitem__(self, asked: slice) -> NDArray[Any]:
         start, stop, _ = asked.indices(len(self))
+        stop = max(start, stop)
         found = []
         for part, end in self._parts_from(start):
             begin = end - part.n_tokens
