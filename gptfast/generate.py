@@ -1,15 +1,14 @@
 """Text from a model, token by token, with or without a cache of keys and values.
 
 Pure parts: which tokens the model sees (`context_start`), which one follows (`choose`), how ids
-become text (`text_pieces`). `generate_tokens` joins the first two, `sample_text` all three.
+become text (`Tokenizer.pieces`). `generate_tokens` joins the first two, `sample_text` all three.
 """
 
 from __future__ import annotations
 
-import codecs
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -169,22 +168,6 @@ def seeded(seed: int, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-def text_pieces(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
-    """The text of `tokens` as it comes, in whole characters.
-
-    A token may hold part of a character, which then waits for the rest. Joined, the pieces are
-    what `tokenizer.decode` makes of all tokens at once.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for token in tokens:
-        piece = decoder.decode(tokenizer.decode_bytes([token]))
-        if piece:
-            yield piece
-    rest = decoder.decode(b"", final=True)
-    if rest:
-        yield rest
-
-
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The ids of `prompt`. An empty one starts where documents do: from the tokenizer's end token,
     else from a newline, else (characters without one) from id 0.
@@ -228,4 +211,4 @@ def sample_text(
     )
     with eval_mode(model):  # once for all tokens
         wanted = itertools.takewhile(lambda _: not should_stop(), tokens)
-        return prompt + "".join(text_pieces(tokenizer, wanted))
+        return prompt + "".join(tokenizer.pieces(wanted))

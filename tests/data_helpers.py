@@ -6,7 +6,7 @@ import gzip
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class WordTokenizer:
 
     name = "words"
     eot_id: int | None = None
+    needs_whole_documents = False
 
     def __init__(self, vocab_size: int, *, failure: BaseException | None = None) -> None:
         self.vocab_size = vocab_size
@@ -66,6 +67,9 @@ class WordTokenizer:
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return self.decode(ids).encode()
+
+    def pieces(self, ids: Iterable[int]) -> Iterator[str]:
+        return (self.decode([i]) for i in ids)
 
     def token_bytes(self) -> NDArray[np.int64]:
         return np.ones(self.vocab_size, dtype=np.int64)

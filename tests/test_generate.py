@@ -22,7 +22,6 @@ from gptfast.generate import (
     prompt_ids,
     sample_text,
     seeded,
-    text_pieces,
 )
 from gptfast.model import GPT
 from gptfast.profile import ModelConfig
@@ -285,7 +284,7 @@ def test_characters_come_whole() -> None:
     gpt2 = load_tokenizer("gpt2")
     ids = [int(i) for i in gpt2.encode("a👩b")]
     assert len(ids) > 3, "the emoji is no single token"
-    assert list(text_pieces(gpt2, ids)) == ["a", "👩", "b"]
+    assert list(gpt2.pieces(ids)) == ["a", "👩", "b"]
 
 
 @given(st.text(st.sampled_from("aß€👩\n"), max_size=20), st.integers(0, 3))
@@ -293,7 +292,7 @@ def test_pieces_are_the_whole_text_also_where_it_is_cut(text: str, cut: int) -> 
     tokenizer = Bytes()
     ids = [int(i) for i in tokenizer.encode(text)]
     ids = ids[: max(0, len(ids) - cut)]
-    pieces = list(text_pieces(tokenizer, ids))
+    pieces = list(tokenizer.pieces(ids))
     assert "".join(pieces) == tokenizer.decode(ids)
     assert all(pieces)
     assert "\ufffd" not in "".join(pieces[:-1])
@@ -301,7 +300,7 @@ def test_pieces_are_the_whole_text_also_where_it_is_cut(text: str, cut: int) -> 
 
 @given(st.lists(st.integers(0, 255), max_size=30))
 def test_bytes_that_are_no_text_are_replaced_as_a_whole_decode_would(ids: list[int]) -> None:
-    assert "".join(text_pieces(Bytes(), ids)) == Bytes().decode(ids)
+    assert "".join(Bytes().pieces(ids)) == Bytes().decode(ids)
 
 
 def test_an_empty_prompt_starts_where_documents_do() -> None:

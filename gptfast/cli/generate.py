@@ -75,7 +75,7 @@ def command(
     RUN_OR_CHECKPOINT is a run's name, of which the newest checkpoint is taken, or the folder of a
     run or checkpoint. The checkpoint is all that is needed: it carries its tokenizer.
     """
-    from gptfast.generate import Sampling, generate_tokens, prompt_ids, seeded, text_pieces
+    from gptfast.generate import Sampling, generate_tokens, prompt_ids, seeded
     from gptfast.restore import restore
 
     console = app.console
@@ -101,7 +101,7 @@ def command(
                 vocab_size=words.vocab_size,
                 source=str(restored.checkpoint.folder),
             )
-            pieces = itertools.chain([prompt], text_pieces(words, tokens))
+            pieces = itertools.chain([prompt], words.pieces(tokens))
             with restored.hooks.eval_scope():
                 if as_json:
                     texts.append("".join(pieces))

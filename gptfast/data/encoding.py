@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -72,8 +73,19 @@ def encode(
         ]
 
     # tiktoken lets go of the interpreter.
-    batches = _batches(_chunks(surveys, plan, reading=reading))
+    whole = tokenizer.needs_whole_documents
+    batches = _batches(_chunks(surveys, plan, reading=reading, whole=whole))
     yield from _map_in_order(encode_batch, batches, workers=workers)
+
+
+def training_text(surveys: Sequence[Survey], plan: Plan, *, reading: Reading) -> Iterator[str]:
+    """The text of the training split, in pieces.
+
+    Raises:
+        GptfastError: a file has changed since it was surveyed.
+    """
+    chunks = _chunks(surveys, plan, reading=reading, whole=False)
+    return (chunk.text for chunk in chunks if chunk.split == "train")
 
 
 def _encoded(
@@ -93,21 +105,26 @@ def _encoded(
     return Encoded(ids, len(chunk.text.encode()))
 
 
-def _chunks(surveys: Sequence[Survey], plan: Plan, *, reading: Reading) -> Iterator[Chunk]:
-    """All text that is taken again, in chunks that belong to one document and one split each."""
+def _chunks(
+    surveys: Sequence[Survey], plan: Plan, *, reading: Reading, whole: bool
+) -> Iterator[Chunk]:
+    """All text that is taken again, in chunks that belong to one document and one split each.
+
+    Args:
+        whole: whether a document is cut by the splits alone.
+    """
     before = 0
     for surveyed, part in zip(surveys, plan.parts, strict=True):
         source = surveyed.source
+        new = partial(_Document, source, cut_ends=plan.is_mix, whole=whole)
         number = 0
         with source.open() as file:
-            document = _Document(source, before, limits=part.limits(0), cut_ends=plan.is_mix)
+            document = new(before, limits=part.limits(0))
             for piece in read_pieces(file, reading, Tally()):
                 yield from document.feed(piece)
                 if piece.ends:
                     number += document.n_chars > 0
-                    document = _Document(
-                        source, before + number, limits=part.limits(number), cut_ends=plan.is_mix
-                    )
+                    document = new(before + number, limits=part.limits(number))
             if file.sha256() != surveyed.sha256:
                 raise GptfastError(
                     f"{source.label}: has changed while it was read: run the command again"
@@ -119,13 +136,20 @@ class _Document:
     """A document on its way into chunks: those for training, then those for validation."""
 
     def __init__(
-        self, source: Source, number: int, *, limits: tuple[int, int], cut_ends: bool
+        self,
+        source: Source,
+        number: int,
+        *,
+        limits: tuple[int, int],
+        cut_ends: bool,
+        whole: bool,
     ) -> None:
         self.n_chars = 0
         self._source = source
         self._number = number
         self._n_train, self._n_taken = limits
         self._cut_ends = cut_ends
+        self._whole = whole
         self._chunks = Chunks()
         self._split = "train"
         self._begins = True
@@ -138,8 +162,8 @@ class _Document:
             if part and split != self._split:
                 yield from self._rest(ends=self._cut_ends)
                 self._split, self._begins = split, True
-            if piece.ends:
-                self._chunks.hold(part)  # a row is encoded whole: most are short
+            if piece.ends or self._whole:  # a row is encoded whole too: most are short
+                self._chunks.hold(part)
             else:
                 yield from map(self._chunk, self._chunks.feed(part))
         if piece.ends:

@@ -22,18 +22,27 @@ from pathlib import Path
 
 from gptfast import __version__
 from gptfast.data.corpus import Survey, survey
-from gptfast.data.encoding import Chunk, Encoded, encode
+from gptfast.data.encoding import Chunk, Encoded, encode, training_text
 from gptfast.data.formats import STRICT, Reading
 from gptfast.data.layout import SPLITS
 from gptfast.data.plan import plan
 from gptfast.data.sources import find, short_name
 from gptfast.data.store import Store
-from gptfast.data.tokenizer import Tokenizer, load_tokenizer
+from gptfast.data.tokenizer import (
+    Tokenizer,
+    file_label,
+    is_made_from_corpus,
+    load_tokenizer,
+    made_from_corpus,
+)
 from gptfast.data.writer import Spool, write_store
 from gptfast.errors import Refused
 
 Progress = Callable[[int, int, int], None]
 """Called with bytes of text done, bytes in all, and tokens so far."""
+
+_WHOLE = 1 << 22
+"""Characters of the longest document that is encoded whole; each takes some 150 bytes of memory."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ class Prepared:
 
 def default_out(sources: Sequence[str | Path], tokenizer: str) -> Path:
     """Where the data file goes if nobody says: `data/NAME-TOKENIZER.h5` in the current folder."""
-    return Path("data", f"{short_name(str(sources[0]))}-{tokenizer}.h5")
+    return Path("data", f"{short_name(str(sources[0]))}-{file_label(tokenizer)}.h5")
 
 
 def prepare(
@@ -113,7 +122,7 @@ def prepare(
     scratch = _check_target(out, force=force)
     if not 0 <= val_fraction < 1:
         raise Refused(f"--val-fraction {val_fraction} is not in [0, 1): use 0.1, or 0 for no split")
-    if isinstance(tokenizer, str) and tokenizer != "chars":
+    if isinstance(tokenizer, str) and not is_made_from_corpus(tokenizer):
         tokenizer = load_tokenizer(tokenizer)
 
     with ExitStack() as stack:
@@ -125,15 +134,22 @@ def prepare(
         alphabet: set[str] | None = set() if tokenizer == "chars" else None
         surveys = [survey(source, reading, alphabet=alphabet) for source in corpus.sources]
         _check_text(surveys, corpus.description)
+        planned = plan(surveys, val_fraction)
         if isinstance(tokenizer, str):
-            tokenizer = load_tokenizer(tokenizer, alphabet="".join(alphabet or ()))
+            tokenizer = made_from_corpus(
+                tokenizer,
+                alphabet=alphabet or (),
+                texts=training_text(surveys, planned, reading=reading),
+                n_chars=sum(part.n_chars for part in planned.parts),
+            )
+        _check_documents(surveys, tokenizer)
         spools = {
             split: stack.enter_context(Spool(out, vocab_size=tokenizer.vocab_size))
             for split in SPLITS
         }
         encoded = encode(
             surveys,
-            plan(surveys, val_fraction),
+            planned,
             tokenizer=tokenizer,
             reading=reading,
             workers=workers or os.cpu_count() or 1,
@@ -188,6 +204,19 @@ def _check_text(surveys: Sequence[Survey], description: str) -> None:
         n_bad_rows = sum(s.tally.n_bad_rows for s in surveys)
         skipped = f" ({n_bad_rows} bad rows are left out)" if n_bad_rows else ""
         raise Refused(f"{description}: 0 tokens, no text in it{skipped}: name a longer text")
+
+
+def _check_documents(surveys: Sequence[Survey], tokenizer: Tokenizer) -> None:
+    if not tokenizer.needs_whole_documents:
+        return
+    for surveyed in surveys:
+        longest = max(surveyed.sizes, default=0)
+        if longest > _WHOLE:
+            raise Refused(
+                f"{surveyed.source.label}: has a document of {longest:,} characters, and "
+                f"{tokenizer.name} must see each document whole, of at most {_WHOLE:,}: make "
+                "documents of its parts, or use a byte-level tokenizer"
+            )
 
 
 def _spool(

@@ -1,0 +1,1 @@
+"""The tokenizers behind `gptfast.data.tokenizer`, one kind a module."""
