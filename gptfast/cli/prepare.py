@@ -71,6 +71,11 @@ if TYPE_CHECKING:
     help="Threads that encode.  [default: one for each core]",
 )
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on where the same command was stopped or killed.  [default: begin anew]",
+)
 @json_option
 @click.pass_obj
 def command(
@@ -86,6 +91,7 @@ def command(
     pattern: str | None,
     workers: int | None,
     force: bool,
+    resume: bool,
     as_json: bool,
 ) -> None:
     """Turn text into a file of tokens.
@@ -108,6 +114,7 @@ def command(
             pattern=pattern,
             workers=workers,
             force=force,
+            resume=resume,
             cache_dir=app.cache_dir,
             progress=progress,
             note=app.console.warn,

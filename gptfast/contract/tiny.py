@@ -20,7 +20,7 @@ from gptfast import registry
 from gptfast.checkpoint import Checkpoint
 from gptfast.data.store import Store
 from gptfast.data.tokenizer import Characters
-from gptfast.data.writer import Spool, write_store
+from gptfast.data.writer import Draft
 from gptfast.hooks import Hooks
 from gptfast.machine import find_machine
 from gptfast.plugin import ORDER_SLACK, Context, Machine, Parts, Plugin, Profile, Stage
@@ -100,18 +100,11 @@ def tiny_profile(plugins: Tables) -> Profile:
 def write_tiny_store(path: Path, *, train_tokens: int = 257, val_tokens: int = 49) -> None:
     """A data file in which each token follows from the one before it: quick to learn."""
     tokenizer = Characters(_ALPHABET)
-    n = tokenizer.vocab_size
-    with (
-        Spool(path.parent, vocab_size=n) as train,
-        Spool(path.parent, vocab_size=n) as val,
-    ):
-        for spool, count in ((train, train_tokens), (val, val_tokens)):
-            spool.documents.append(0)
-            ids = np.arange(count, dtype=np.uint32) * 7 % n
-            spool.append(ids.astype(np.uint32), n_bytes=count)
-        write_store(
-            path,
-            splits={"train": train, "val": val},
+    with Draft(path, vocab_size=tokenizer.vocab_size) as draft:
+        for split, count in (("train", train_tokens), ("val", val_tokens)):
+            ids = np.arange(count) * 7 % tokenizer.vocab_size
+            draft.append(split, ids, documents=[0], n_bytes=count)
+        draft.finish(
             tokenizer=tokenizer,
             source="generated for the contract check",
             documents=[],

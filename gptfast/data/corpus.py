@@ -46,7 +46,7 @@ def survey(source: Source, reading: Reading, *, alphabet: set[str] | None) -> Su
     with source.open() as file:
         for piece in read_pieces(file, reading, tally):
             n_chars += len(piece.text)
-            n_bytes += len(piece.text.encode())
+            n_bytes += utf8_size(piece.text)
             if alphabet is not None:
                 alphabet.update(piece.text)
             if piece.ends:
@@ -56,6 +56,11 @@ def survey(source: Source, reading: Reading, *, alphabet: set[str] | None) -> Su
                     n_empty += 1
                 n_chars = 0
         return Survey(source, file.n_bytes, file.sha256(), sizes, n_empty, n_bytes, tally)
+
+
+def utf8_size(text: str) -> int:
+    """Bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
 
 
 class Chunks:

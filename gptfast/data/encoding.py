@@ -1,7 +1,8 @@
-"""From documents to ids, on threads, in the order of the text."""
+"""From documents to ids, on threads, in an order that depends on the text and the plan alone."""
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,9 +13,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gptfast.data.corpus import Chunks, Survey
+from gptfast.data.corpus import Chunks, Survey, utf8_size
 from gptfast.data.formats import Piece, Reading, Tally, read_pieces
-from gptfast.data.plan import Plan
+from gptfast.data.layout import SPLITS
+from gptfast.data.plan import Part, Plan
 from gptfast.data.sources import Source
 from gptfast.data.tokenizer import Tokenizer
 from gptfast.errors import GptfastError
@@ -43,11 +45,15 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The ids of a chunk, and of the separator after it."""
+    """The ids of chunks that follow each other in a split, and of the separators after them."""
 
+    split: str
     ids: NDArray[np.uint32]
+    documents: list[int]
+    """Which of `ids` begin a document."""
     n_bytes: int
     """Of the text, in UTF-8."""
+    n_chunks: int
 
 
 def encode(
@@ -57,8 +63,13 @@ def encode(
     tokenizer: Tokenizer,
     reading: Reading,
     workers: int,
-) -> Iterator[list[tuple[Chunk, Encoded]]]:
-    """The ids of all text in its order, some chunks at a time.
+    skip: int = 0,
+) -> Iterator[Encoded]:
+    """The ids of all text that is taken: all training text in its order, then all other.
+
+    Args:
+        workers: threads.
+        skip: how many chunks to pass over.
 
     Raises:
         GptfastError: the tokenizer failed, a file has changed since it was surveyed.
@@ -66,15 +77,13 @@ def encode(
     n_documents = sum(len(s.sizes) for s in surveys)
     separator = tokenizer.eot_id if plan.has_documents else None
 
-    def encode_batch(batch: Sequence[Chunk]) -> list[tuple[Chunk, Encoded]]:
-        return [
-            (chunk, _encoded(chunk, tokenizer, separator=separator, n_documents=n_documents))
-            for chunk in batch
-        ]
+    def encode_batch(batch: Sequence[Chunk]) -> Encoded:
+        return _encoded(batch, tokenizer, separator=separator, n_documents=n_documents)
 
-    # tiktoken lets go of the interpreter.
     whole = tokenizer.needs_whole_documents
-    batches = _batches(_chunks(surveys, plan, reading=reading, whole=whole))
+    chunks = _chunks(surveys, plan, splits=SPLITS, reading=reading, whole=whole)
+    batches = _batches(itertools.islice(chunks, skip, None))
+    # The encoders let go of the interpreter.
     yield from _map_in_order(encode_batch, batches, workers=workers)
 
 
@@ -84,52 +93,82 @@ def training_text(surveys: Sequence[Survey], plan: Plan, *, reading: Reading) ->
     Raises:
         GptfastError: a file has changed since it was surveyed.
     """
-    chunks = _chunks(surveys, plan, reading=reading, whole=False)
-    return (chunk.text for chunk in chunks if chunk.split == "train")
+    chunks = _chunks(surveys, plan, splits=("train",), reading=reading, whole=False)
+    return (chunk.text for chunk in chunks)
 
 
 def _encoded(
-    chunk: Chunk, tokenizer: Tokenizer, *, separator: int | None, n_documents: int
+    batch: Sequence[Chunk], tokenizer: Tokenizer, *, separator: int | None, n_documents: int
 ) -> Encoded:
-    try:
-        ids = tokenizer.encode(chunk.text)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic in Rust is no Exception
-        raise GptfastError(
-            f"{chunk.source.label}: document {chunk.document + 1} of {n_documents}: the tokenizer "
-            f"{tokenizer.name} failed ({type(error).__name__}: {error})"
-        ) from error
-    if chunk.ends and separator is not None:
-        ids = np.append(ids, np.uint32(separator))
-    return Encoded(ids, len(chunk.text.encode()))
+    parts: list[NDArray[np.uint32]] = []
+    documents: list[int] = []
+    n_tokens = n_bytes = 0
+    for chunk in batch:
+        if chunk.begins:
+            documents.append(n_tokens)
+        try:
+            parts.append(tokenizer.encode(chunk.text))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception
+            raise GptfastError(
+                f"{chunk.source.label}: document {chunk.document + 1} of {n_documents}: the "
+                f"tokenizer {tokenizer.name} failed ({type(error).__name__}: {error})"
+            ) from error
+        n_tokens += len(parts[-1])
+        if chunk.ends and separator is not None:
+            parts.append(np.array([separator], dtype=np.uint32))
+            n_tokens += 1
+        n_bytes += utf8_size(chunk.text)
+    return Encoded(batch[0].split, np.concatenate(parts), documents, n_bytes, len(batch))
 
 
 def _chunks(
-    surveys: Sequence[Survey], plan: Plan, *, reading: Reading, whole: bool
+    surveys: Sequence[Survey],
+    plan: Plan,
+    *,
+    splits: Sequence[str],
+    reading: Reading,
+    whole: bool,
 ) -> Iterator[Chunk]:
-    """All text that is taken again, in chunks that belong to one document and one split each.
+    """The text of `splits`, one after the other, in chunks of one document and one split each.
 
     Args:
         whole: whether a document is cut by the splits alone.
     """
-    before = 0
-    for surveyed, part in zip(surveys, plan.parts, strict=True):
-        source = surveyed.source
-        new = partial(_Document, source, cut_ends=plan.is_mix, whole=whole)
-        number = 0
-        with source.open() as file:
-            document = new(before, limits=part.limits(0))
-            for piece in read_pieces(file, reading, Tally()):
-                yield from document.feed(piece)
-                if piece.ends:
-                    number += document.n_chars > 0
-                    document = new(before + number, limits=part.limits(number))
-            if file.sha256() != surveyed.sha256:
-                raise GptfastError(
-                    f"{source.label}: has changed while it was read: run the command again"
-                )
-        before += number
+    first_of = list(itertools.accumulate((len(s.sizes) for s in surveys), initial=0))
+    reads = [(n, split) for split in splits for n, part in enumerate(plan.parts) if part.has(split)]
+    for n, its_splits in itertools.groupby(reads, key=lambda read: read[0]):
+        wanted = {split for _, split in its_splits}
+        chunks = _chunks_of(
+            surveys[n],
+            plan.parts[n],
+            first_of[n],
+            reading=reading,
+            cut_ends=plan.is_mix,
+            whole=whole,
+        )
+        yield from (chunk for chunk in chunks if chunk.split in wanted)
+
+
+def _chunks_of(
+    surveyed: Survey, part: Part, first: int, *, reading: Reading, cut_ends: bool, whole: bool
+) -> Iterator[Chunk]:
+    """All text of a source that is taken; its first document has the number `first`."""
+    source = surveyed.source
+    new = partial(_Document, source, cut_ends=cut_ends, whole=whole)
+    number = 0
+    with source.open() as file:
+        document = new(first, limits=part.limits(0))
+        for piece in read_pieces(file, reading, Tally()):
+            yield from document.feed(piece)
+            if piece.ends:
+                number += document.n_chars > 0
+                document = new(first + number, limits=part.limits(number))
+        if file.sha256() != surveyed.sha256:
+            raise GptfastError(
+                f"{source.label}: has changed while it was read: run the command again"
+            )
 
 
 class _Document:
@@ -179,17 +218,18 @@ class _Document:
 
 
 def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
-    """Chunks by the handful: a thread for each short row would cost more than to encode it."""
-    batch: list[Chunk] = []
-    n_chars = 0
-    for chunk in chunks:
-        batch.append(chunk)
-        n_chars += len(chunk.text)
-        if n_chars >= _BATCH:
+    """Chunks of a split by the handful: a thread for each short row would cost more than it."""
+    for _, its_chunks in itertools.groupby(chunks, key=lambda chunk: chunk.split):
+        batch: list[Chunk] = []
+        n_chars = 0
+        for chunk in its_chunks:
+            batch.append(chunk)
+            n_chars += len(chunk.text)
+            if n_chars >= _BATCH:
+                yield batch
+                batch, n_chars = [], 0
+        if batch:
             yield batch
-            batch, n_chars = [], 0
-    if batch:
-        yield batch
 
 
 def _map_in_order(function: Callable[[A], B], items: Iterable[A], *, workers: int) -> Iterator[B]:

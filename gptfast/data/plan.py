@@ -23,7 +23,7 @@ Flags = NDArray[np.bool_]
 Sizes = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Border:
     """A place in a source: in which document, before which of its characters."""
 
@@ -52,6 +52,13 @@ class Part:
     """Characters that are taken."""
     n_documents: int
     """Documents of which something is taken."""
+
+    def has(self, split: str) -> bool:
+        """Whether there may be text for a split."""
+        begin, end = (
+            (Border(0, 0), self.train_end) if split == "train" else (self.train_end, self.end)
+        )
+        return max(begin, Border(0, 0)) < min(end, Border(len(self.copies), 0))
 
     def limits(self, document: int) -> tuple[int, int]:
         """Up to which characters a document is for training, and up to which it is taken."""

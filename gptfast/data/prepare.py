@@ -13,19 +13,23 @@ documents join directly, and only the document starts in the data file tell them
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from gptfast import __version__
 from gptfast.data.corpus import Survey, survey
-from gptfast.data.encoding import Chunk, Encoded, encode, training_text
+from gptfast.data.encoding import Encoded, encode, training_text
 from gptfast.data.formats import STRICT, Reading
+from gptfast.data.journal import Job, Unfinished, difference, find_unfinished
 from gptfast.data.layout import SPLITS
-from gptfast.data.plan import plan
+from gptfast.data.plan import Plan, plan
 from gptfast.data.sources import find, short_name
 from gptfast.data.store import Store
 from gptfast.data.tokenizer import (
@@ -35,7 +39,7 @@ from gptfast.data.tokenizer import (
     load_tokenizer,
     made_from_corpus,
 )
-from gptfast.data.writer import Spool, write_store
+from gptfast.data.writer import Draft, check_room, id_dtype
 from gptfast.errors import Refused
 
 Progress = Callable[[int, int, int], None]
@@ -94,6 +98,7 @@ def prepare(
     pattern: str | None = None,
     workers: int | None = None,
     force: bool = False,
+    resume: bool = False,
     cache_dir: Path | None = None,
     progress: Progress = lambda done, total, tokens: None,
     note: Callable[[str], None] = lambda line: None,
@@ -109,17 +114,20 @@ def prepare(
         pattern: which files of a folder are read; None: those that are known by their ending.
         workers: threads that encode; None: one for each core.
         force: replace an existing file.
+        resume: go on where a `prepare` of the same texts with the same options was stopped.
         cache_dir: where downloads are kept; only a corpus known by name needs it.
         note: told in one line what the user should know.
 
     Raises:
-        Refused: before any work: no text in it, not readable, the target exists, a bad option.
+        Refused: before any work: no text in it, not readable, the target exists, a bad option, no
+            room for it, or not what was begun and is to be resumed.
         GptfastError: the tokenizer failed, a file changed meanwhile, the disk is full.
     """
     begin = time.monotonic()
     name = tokenizer if isinstance(tokenizer, str) else tokenizer.name
     out = (out or default_out(sources, name)).absolute()
     scratch = _check_target(out, force=force)
+    unfinished = _unfinished(out, resume=resume, note=note)
     if not 0 <= val_fraction < 1:
         raise Refused(f"--val-fraction {val_fraction} is not in [0, 1): use 0.1, or 0 for no split")
     if isinstance(tokenizer, str) and not is_made_from_corpus(tokenizer):
@@ -143,38 +151,44 @@ def prepare(
                 n_chars=sum(part.n_chars for part in planned.parts),
             )
         _check_documents(surveys, tokenizer)
-        spools = {
-            split: stack.enter_context(Spool(out, vocab_size=tokenizer.vocab_size))
-            for split in SPLITS
+        options = {
+            "SOURCE": corpus.description,
+            "--val-fraction": val_fraction,
+            "--text-key": reading.text_key,
+            "--errors": reading.errors,
+            "--on-bad-row": reading.on_bad_row,
         }
+        job = _job(surveys, planned, tokenizer, options)
+        _check_same(unfinished, job)
+        _check_room(out, surveys, planned, tokenizer, unfinished)
+        draft = Draft(out, vocab_size=tokenizer.vocab_size, job=job, unfinished=unfinished)
+        stack.callback(_tell_kept, draft, note)  # called when the draft has been left
+        stack.push(draft)
+        draft.open()
         encoded = encode(
             surveys,
             planned,
             tokenizer=tokenizer,
             reading=reading,
             workers=workers or os.cpu_count() or 1,
+            skip=draft.n_chunks,
         )
-        _spool(encoded, spools, total=sum(s.n_bytes for s in surveys), progress=progress)
-        write_store(
-            out,
-            splits=spools,
+        _fill(draft, encoded, total=sum(s.n_bytes for s in surveys), progress=progress)
+        draft.finish(
             tokenizer=tokenizer,
             source=corpus.description,
             documents=[_described(s) for s in surveys],
             attributes={"gptfast_version": __version__, "val_fraction": val_fraction},
         )
 
-    train, val = (
-        SplitCount(spools[s].n_tokens, spools[s].n_bytes, len(spools[s].documents)) for s in SPLITS
-    )
     with Store.open(out) as store:
         return Prepared(
             path=out,
             source=corpus.description,
             tokenizer=tokenizer.name,
             vocab_size=tokenizer.vocab_size,
-            train=train,
-            val=val,
+            train=_counted(draft, "train"),
+            val=_counted(draft, "val"),
             n_documents=sum(len(s.sizes) for s in surveys),
             n_empty=sum(s.n_empty for s in surveys),
             n_null=sum(s.tally.n_null for s in surveys),
@@ -219,24 +233,97 @@ def _check_documents(surveys: Sequence[Survey], tokenizer: Tokenizer) -> None:
             )
 
 
-def _spool(
-    encoded: Iterable[Iterable[tuple[Chunk, Encoded]]],
-    spools: Mapping[str, Spool],
-    *,
-    total: int,
-    progress: Progress,
+def _unfinished(out: Path, *, resume: bool, note: Callable[[str], None]) -> Unfinished | None:
+    """What to go on with."""
+    found = find_unfinished(out)
+    if found is not None and not resume:
+        note(
+            f"{out}: {found.n_tokens:,} tokens of it from a prepare that was stopped go now: with "
+            "--resume it would have gone on with them"
+        )
+    if found is None and resume:
+        note(f"{out}: there is nothing to resume, it begins anew")
+    return found if resume else None
+
+
+def _job(
+    surveys: Sequence[Survey],
+    planned: Plan,
+    tokenizer: Tokenizer,
+    options: Mapping[str, object],
+) -> Job:
+    """All that the ids and their order depend on."""
+    definition = json.dumps(tokenizer.definition()).encode()
+    splits = hashlib.sha256()
+    for part in planned.parts:
+        splits.update(repr((part.train_end, part.end, part.n_chars)).encode())
+        splits.update(part.copies.tobytes())
+    return {
+        "gptfast": __version__,
+        **{package: _version(package) for package in ("tiktoken", "gigatoken", "tokenizers")},
+        **options,
+        "--tokenizer": f"{tokenizer.name} {hashlib.sha256(definition).hexdigest()}",
+        **{f"SHA-256 of {s.source.label}": s.sha256 for s in surveys},
+        "SHA-256 of the splits": splits.hexdigest(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _check_same(unfinished: Unfinished | None, job: Job) -> None:
+    if unfinished is not None and (change := difference(unfinished.job, job)) is not None:
+        raise Refused(
+            f"--resume: {change}, so the tokens would not be the same: prepare as before, or leave "
+            "--resume out to begin anew"
+        )
+
+
+def _check_room(
+    out: Path,
+    surveys: Sequence[Survey],
+    planned: Plan,
+    tokenizer: Tokenizer,
+    unfinished: Unfinished | None,
 ) -> None:
-    done = tokens = 0
-    for batch in encoded:
-        for chunk, found in batch:
-            spool = spools[chunk.split]
-            if chunk.begins:
-                spool.documents.append(spool.n_tokens)
-            spool.append(found.ids, n_bytes=found.n_bytes)
-            done += found.n_bytes
-            tokens += len(found.ids)
+    """A token stands for a byte at least; a document may have a separator and has its start."""
+    size = id_dtype(tokenizer.vocab_size).itemsize
+    n_ids = sum(
+        min(s.n_bytes, 4 * part.n_chars) + part.n_documents
+        for s, part in zip(surveys, planned.parts, strict=True)
+    )
+    there = 0 if unfinished is None else unfinished.n_tokens * size
+    check_room(out, n_ids * size + 8 * sum(p.n_documents for p in planned.parts) - there)
+
+
+def _fill(draft: Draft, encoded: Iterable[Encoded], *, total: int, progress: Progress) -> None:
+    done = sum(draft.n_bytes(split) for split in SPLITS)
+    tokens = sum(draft.n_tokens(split) for split in SPLITS)
+    for found in encoded:
+        draft.append(
+            found.split,
+            found.ids,
+            documents=found.documents,
+            n_bytes=found.n_bytes,
+            n_chunks=found.n_chunks,
+        )
+        done += found.n_bytes
+        tokens += len(found.ids)
         progress(done, total, tokens)
     progress(total, total, tokens)
+
+
+def _tell_kept(draft: Draft, note: Callable[[str], None]) -> None:
+    if draft.is_kept:
+        note("what is done is kept: the same command with --resume goes on with it")
+
+
+def _counted(draft: Draft, split: str) -> SplitCount:
+    return SplitCount(draft.n_tokens(split), draft.n_bytes(split), draft.n_documents(split))
 
 
 def _described(surveyed: Survey) -> dict[str, str | int]:

@@ -1,18 +1,22 @@
 """Writes the HDF5 file of a corpus, which `layout` describes. Complete or absent.
 
-Ids are gathered in files without a name, which vanish with the process however it ends; the
-HDF5 file is made beside its place and renamed once it is whole and on the disk.
+Ids are written once. While their number still grows they lie in the unfinished file, each split
+from the start of a page on; at the end HDF5 lays its datasets over them, as it does where they are
+allocated early, never filled and aligned to the page. It writes what else there is to say, and the
+file, whole and on the disk, gets its name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
-import tempfile
+import shutil
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -20,39 +24,104 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gptfast.data.journal import (
+    Job,
+    Journal,
+    Point,
+    SplitPoint,
+    Unfinished,
+    journal_path,
+    partial_path,
+    sweep,
+    sync_folder,
+)
 from gptfast.data.layout import FORMAT, FORMAT_VERSION, SPLITS
-from gptfast.errors import GptfastError
+from gptfast.errors import GptfastError, Refused
 
 if TYPE_CHECKING:
     import h5py
 
     from gptfast.data.tokenizer import Tokenizer
 
+_PAGE = 4096
 _COPY = 1 << 22
-_SLACK = 1 << 16
+_SLACK = 1 << 17
 """Bytes that HDF5 needs besides the data."""
 
 
-class Spool:
-    """The ids of a split while their number is not yet known, on the disk of the target."""
+def id_dtype(vocab_size: int) -> np.dtype[Any]:
+    """What ids are stored as."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
-    def __init__(self, target: Path, *, vocab_size: int) -> None:
-        self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-        self.n_tokens = 0
-        self.n_bytes = 0
-        """UTF-8 bytes of the text that the ids stand for."""
-        self.max_id = 0
-        self.documents = array("q")
-        """First token of each document."""
+
+@dataclass
+class _Growing:
+    """A split whose number of ids is not yet known."""
+
+    n_tokens: int = 0
+    n_bytes: int = 0
+    max_id: int = 0
+    documents: array[int] = field(default_factory=lambda: array("q"))
+    n_noted: int = 0
+    """Documents that the journal knows of."""
+    digest: Any = field(default_factory=hashlib.sha256)
+
+
+class Draft:
+    """A data file in the making: all ids of "train" are appended before those of "val".
+
+    Left by an error that another try may get past (a signal, a full disk) it stays, if the journal
+    knows of it; left by any other it goes.
+
+    Args:
+        job: what the ids depend on, for the journal; None: it keeps none.
+        unfinished: a draft with the same job to go on with.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        *,
+        vocab_size: int,
+        job: Job | None = None,
+        unfinished: Unfinished | None = None,
+    ) -> None:
+        self.dtype = id_dtype(vocab_size)
+        self.n_chunks = 0
+        """Chunks of text whose ids are here."""
+        self.is_kept = False
+        """Whether it was left unfinished, to be gone on with."""
         self._vocab_size = vocab_size
-        self._digest = hashlib.sha256()
         self._target = target
-        with _writing(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=target.parent)  # noqa: SIM115  # see __exit__
+        self._partial = partial_path(target)
+        self._splits = {name: _Growing() for name in SPLITS}
+        self._journal = None if job is None else Journal(journal_path(target), job)
+        self._unfinished = unfinished
+        self._stack = contextlib.ExitStack()
+        self._file: io.FileIO
 
-    def __enter__(self) -> Spool:
+    def __enter__(self) -> Draft:
+        self.open()
         return self
+
+    def open(self) -> None:
+        """Begin, or go on. The file has a name from now on: have `__exit__` called whatever comes.
+
+        Raises:
+            Refused: what to go on with is damaged.
+            GptfastError: it cannot be written.
+        """
+        unfinished = self._unfinished
+        with _writing(self._target):
+            self._target.parent.mkdir(parents=True, exist_ok=True)
+            sweep(self._target, but=unfinished)
+            if unfinished is not None:
+                unfinished.take_over(self._target)
+            # Without a buffer, whose rest would be written again when a full disk is left.
+            file = io.FileIO(self._partial, "r+" if unfinished else "w+")
+            self._file = self._stack.enter_context(file)
+            if unfinished is not None:
+                self._go_on(unfinished.point)
 
     def __exit__(
         self,
@@ -60,71 +129,85 @@ class Spool:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # What a full disk did not take is tried again here, and must not hide the first error.
-        with contextlib.suppress(OSError):
-            self._file.close()
+        if self._journal is not None:
+            self._journal.close()
+        self._stack.close()
+        self.is_kept = self._has_points() and error is not None and _may_pass(error)
+        if not self.is_kept:
+            self._partial.unlink(missing_ok=True)
+            journal_path(self._target).unlink(missing_ok=True)
 
-    def append(self, ids: NDArray[np.uint32], *, n_bytes: int) -> None:
+    def n_tokens(self, split: str) -> int:
+        return self._splits[split].n_tokens
+
+    def n_bytes(self, split: str) -> int:
+        """UTF-8 bytes of the text that the ids stand for."""
+        return self._splits[split].n_bytes
+
+    def n_documents(self, split: str) -> int:
+        return len(self._splits[split].documents)
+
+    def append(
+        self,
+        split: str,
+        ids: NDArray[Any],
+        *,
+        documents: Sequence[int],
+        n_bytes: int,
+        n_chunks: int = 1,
+    ) -> None:
+        """Write the ids of the next chunks.
+
+        Args:
+            ids: (tokens,) integers.
+            documents: which of `ids` begin a document.
+            n_bytes: UTF-8 bytes of their text.
+        """
+        growing = self._splits[split]
         if len(ids):
-            self.max_id = max(self.max_id, int(ids.max()))
-            assert self.max_id < self._vocab_size, "a tokenizer keeps to its vocabulary"
-        stored = ids.astype(self.dtype)
-        self._digest.update(stored.data)
+            growing.max_id = max(growing.max_id, int(ids.max()))
+            assert growing.max_id < self._vocab_size, "a tokenizer keeps to its vocabulary"
+        stored = ids.astype(self.dtype, copy=False)
+        growing.digest.update(stored.data)
         with _writing(self._target):
-            self._file.write(stored.data)
-        self.n_tokens += len(ids)
-        self.n_bytes += n_bytes
+            self._write(self._end(split), stored.data)
+        growing.documents.extend(growing.n_tokens + at for at in documents)
+        growing.n_tokens += len(ids)
+        growing.n_bytes += n_bytes
+        self.n_chunks += n_chunks
+        if self._journal is not None and self._journal.is_due():
+            self._note(self._journal)
 
-    @property
-    def n_bytes_stored(self) -> int:
-        return self.n_tokens * self.dtype.itemsize + 8 * len(self.documents)
+    def finish(
+        self,
+        *,
+        tokenizer: Tokenizer,
+        source: str,
+        documents: Sequence[Mapping[str, Any]],
+        attributes: Mapping[str, str | int | float],
+    ) -> None:
+        """Make the data file of what was appended.
 
-    def sha256(self) -> str:
-        return self._digest.hexdigest()
+        Args:
+            source: what the text is and where it came from, in words.
+            documents: for each, its label, bytes, characters and SHA-256.
+            attributes: what else the file should say about itself.
 
-    def pieces(self) -> Iterator[NDArray[Any]]:
-        """All ids, a few at a time."""
-        self._file.seek(0)
-        while content := self._file.read(_COPY * self.dtype.itemsize):
-            yield np.frombuffer(content, dtype=self.dtype)
-
-
-def write_store(
-    path: Path,
-    *,
-    splits: Mapping[str, Spool],
-    tokenizer: Tokenizer,
-    source: str,
-    documents: Sequence[Mapping[str, Any]],
-    attributes: Mapping[str, str | int | float],
-) -> None:
-    """Make the data file `path`, or leave what was there.
-
-    Args:
-        splits: "train" and "val".
-        source: what the text is and where it came from, in words.
-        documents: for each, its label, bytes, characters and SHA-256.
-        attributes: what else the file should say about itself.
-
-    Raises:
-        GptfastError: it cannot be written.
-    """
-    import h5py
-
-    definition, sources = _json(tokenizer.definition()), _json(list(documents))
-    beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with _writing(path):
-        _sweep(path)
-        _try_room(
-            path.parent,
-            sum(split.n_bytes_stored for split in splits.values()) + definition.size + sources.size,
-        )
-        try:
-            with h5py.File(beside, "w") as file:
+        Raises:
+            GptfastError: it cannot be written.
+        """
+        definition, sources = _json(tokenizer.definition()), _json(list(documents))
+        with _writing(self._target):
+            if self._journal is not None and self._has_points():
+                self._note(self._journal)
+                self._journal.settle()
+            self._make_room(definition.nbytes + sources.nbytes)
+            with self._hdf5() as file:
+                self._lay_datasets(file)
                 for name in SPLITS:
-                    _write_split(file, name, splits[name])
-                file.create_dataset("tokenizer", data=definition, compression="gzip")
-                file.create_dataset("sources", data=sources, compression="gzip")
+                    _describe(file, name, self._splits[name])
+                for name, value in (("tokenizer", definition), ("sources", sources)):
+                    file.create_dataset(name, data=value, compression="gzip")
                 file.attrs.update(
                     {
                         FORMAT: FORMAT_VERSION,
@@ -134,12 +217,118 @@ def write_store(
                         **attributes,
                     }
                 )
-            with beside.open("rb+") as written:
-                os.fsync(written.fileno())
-            beside.replace(path)
-            _sync_folder(path.parent)
-        finally:
-            beside.unlink(missing_ok=True)
+            os.fsync(self._file.fileno())
+            self._partial.replace(self._target)
+            sync_folder(self._target.parent)
+
+    # where the ids lie -----------------------------------------------------------------------
+
+    def _begin(self, split: str) -> int:
+        """The first byte of a split."""
+        return _PAGE if split == "train" else _up(self._end("train"))
+
+    def _end(self, split: str) -> int:
+        return self._begin(split) + self._splits[split].n_tokens * self.dtype.itemsize
+
+    def _write(self, at: int, content: memoryview) -> None:
+        self._file.seek(at)
+        left = content.cast("B")
+        while left:
+            left = left[self._file.write(left) :]
+
+    def _read(self, at: int, n_bytes: int) -> bytes:
+        self._file.seek(at)
+        return self._file.read(n_bytes)
+
+    def _move(self, source: int, target: int, n_bytes: int) -> None:
+        steps = range(0, n_bytes, _COPY)
+        # Where the two overlap, nothing may be overwritten before it is read.
+        for at in reversed(steps) if target > source else steps:
+            content = self._read(source + at, min(_COPY, n_bytes - at))
+            self._write(target + at, memoryview(content))
+
+    # going on --------------------------------------------------------------------------------
+
+    def _has_points(self) -> bool:
+        return self._journal is not None and self._journal.path.exists()
+
+    def _note(self, journal: Journal) -> None:
+        point = Point(self.n_chunks, {name: _noted(self._splits[name]) for name in SPLITS})
+        journal.keep(point, file=self._file.fileno())
+
+    def _go_on(self, point: Point) -> None:
+        self.n_chunks = point.n_chunks
+        for name in SPLITS:
+            noted, growing = point.splits[name], self._splits[name]
+            growing.n_tokens, growing.n_bytes = noted.n_tokens, noted.n_bytes
+            growing.documents, growing.n_noted = noted.documents, len(noted.documents)
+            for at in range(self._begin(name), self._end(name), _COPY):
+                content = self._read(at, min(_COPY, self._end(name) - at))
+                growing.digest.update(content)
+                ids = np.frombuffer(content, dtype=self.dtype)
+                growing.max_id = max(growing.max_id, int(ids.max()))
+            if growing.digest.hexdigest() != noted.sha256:
+                raise Refused(
+                    f"{self._target}: what there is of it is damaged: run the command without "
+                    "--resume, which begins again"
+                )
+
+    # the HDF5 file ---------------------------------------------------------------------------
+
+    def _make_room(self, n_bytes: int) -> None:
+        """Write zeros where HDF5 will write: it takes the process down where it cannot."""
+        n_bytes += 8 * sum(len(split.documents) for split in self._splits.values()) + _SLACK
+        at = self._end("val")
+        self._file.truncate(at)
+        for start in range(at, at + n_bytes, _COPY):
+            self._write(start, memoryview(bytes(min(_COPY, at + n_bytes - start))))
+
+    @contextlib.contextmanager
+    def _hdf5(self) -> Iterator[h5py.File]:
+        """The unfinished file as an empty HDF5 file, with the ids behind its end."""
+        import h5py
+
+        empty = io.BytesIO()
+        with h5py.File(empty, "w"):
+            pass
+        self._write(0, empty.getbuffer())
+        access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+        access.set_alignment(_PAGE, _PAGE)
+        opened = h5py.h5f.open(os.fsencode(self._partial), h5py.h5f.ACC_RDWR, access)
+        with h5py.File(opened) as file:
+            yield file
+
+    def _lay_datasets(self, file: h5py.File) -> None:
+        """Have `train` and `val` lie where their ids do, or the ids where HDF5 wants them."""
+        moves = []
+        for name in SPLITS:
+            n_tokens = self._splits[name].n_tokens
+            at = _allocate(file, name, n_tokens, self.dtype)
+            # HDF5 aligns nothing that is smaller than a page.
+            if at is not None and at != self._begin(name):
+                moves.append((self._begin(name), at, n_tokens * self.dtype.itemsize))
+        # Those that move up from the last on, then those that move down from the first on.
+        for source, target, n_bytes in sorted(moves, reverse=True):
+            if target > source:
+                self._move(source, target, n_bytes)
+        for source, target, n_bytes in sorted(moves):
+            if target < source:
+                self._move(source, target, n_bytes)
+
+
+def check_room(target: Path, n_bytes: int) -> None:
+    """Make sure that the disk of `target` has room for `n_bytes`.
+
+    Raises:
+        Refused: it has not.
+    """
+    standing = next(folder for folder in target.parents if folder.exists())
+    free = shutil.disk_usage(standing).free
+    if free < n_bytes:
+        raise Refused(
+            f"{target}: may need {n_bytes:,} bytes, and {standing} has {free:,} left: free space "
+            "or choose another --out"
+        )
 
 
 @contextlib.contextmanager
@@ -154,60 +343,42 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _write_split(file: h5py.File, name: str, spool: Spool) -> None:
-    dataset = file.create_dataset(name, shape=(spool.n_tokens,), dtype=spool.dtype)
-    at = 0
-    for ids in spool.pieces():
-        dataset[at : at + len(ids)] = ids
-        at += len(ids)
-    dataset.attrs["sha256"] = spool.sha256()
-    dataset.attrs["bytes"] = spool.n_bytes
-    dataset.attrs["max_id"] = spool.max_id
-    file.create_dataset(f"{name}_documents", data=np.array(spool.documents, dtype=np.int64))
+def _may_pass(error: BaseException) -> bool:
+    """Whether the same command may get further another time: a signal, a disk."""
+    return not isinstance(error, Exception) or isinstance(error.__cause__, OSError)
+
+
+def _up(at: int) -> int:
+    """The start of the next page."""
+    return -(-at // _PAGE) * _PAGE
+
+
+def _noted(growing: _Growing) -> SplitPoint:
+    new = growing.documents[growing.n_noted :]
+    growing.n_noted = len(growing.documents)
+    return SplitPoint(growing.n_tokens, growing.n_bytes, growing.digest.hexdigest(), new)
+
+
+def _allocate(file: h5py.File, name: str, n_tokens: int, dtype: np.dtype[Any]) -> int | None:
+    """Make a dataset without writing to it, and say where it lies; None: it is empty."""
+    from h5py import h5d, h5p, h5s, h5t
+
+    creation = h5p.create(h5p.DATASET_CREATE)
+    creation.set_layout(h5d.CONTIGUOUS)
+    creation.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    creation.set_fill_time(h5d.FILL_TIME_NEVER)
+    kind, space = h5t.py_create(dtype, logical=True), h5s.create_simple((n_tokens,))
+    offset: int | None = h5d.create(file.id, name.encode(), kind, space, creation).get_offset()
+    return offset
+
+
+def _describe(file: h5py.File, name: str, split: _Growing) -> None:
+    file[name].attrs["sha256"] = split.digest.hexdigest()
+    file[name].attrs["bytes"] = split.n_bytes
+    file[name].attrs["max_id"] = split.max_id
+    file.create_dataset(f"{name}_documents", data=np.array(split.documents, dtype=np.int64))
 
 
 def _json(value: object) -> NDArray[np.uint8]:
     """As bytes for a dataset: an attribute holds 64 KiB at most, and a vocabulary is larger."""
     return np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
-
-
-def _try_room(folder: Path, n_bytes: int) -> None:
-    """Find out with a plain file whether there is room: HDF5 takes the process down if not."""
-    block = bytes(1 << 20)
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        for _ in range(0, n_bytes + _SLACK, len(block)):
-            left = memoryview(block)
-            while left:
-                left = left[file.write(left) :]
-
-
-def _sweep(path: Path) -> None:
-    """Remove what a killed `prepare` for the same file left."""
-    for stale in path.parent.glob(f".{_literal(path.name)}.*.partial"):
-        if not _is_running(int(stale.name.split(".")[-2])):
-            stale.unlink(missing_ok=True)
-
-
-def _literal(name: str) -> str:
-    """`name` as a pattern that matches itself alone."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _sync_folder(folder: Path) -> None:
-    """Have the new name itself survive a power cut, where the system can."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
