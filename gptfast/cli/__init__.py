@@ -26,6 +26,7 @@ __all__ = ["COMMANDS", "App", "group", "main"]
 
 COMMANDS = {
     "prepare": "Turn text into a file of tokens.",
+    "data": "Look into data files, check them, move tokens between programs.",
     "train": "Train a model as a profile says.",
     "eval": "Score a model on held-out text.",
     "generate": "Continue a text with a model.",

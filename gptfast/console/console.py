@@ -162,13 +162,15 @@ class Console:
                 yield view
 
     @contextlib.contextmanager
-    def prepare_progress(self, total_bytes: int | None) -> Iterator[PrepareProgress]:
+    def prepare_progress(
+        self, total_bytes: int | None, *, verb: str = "prepare"
+    ) -> Iterator[PrepareProgress]:
         """A call `(bytes_done, bytes_total, tokens)` that shows the progress, on stderr."""
         if not self._err.is_terminal:
-            yield PrepareProgress(self._err, None, total_bytes)
+            yield PrepareProgress(self._err, None, total_bytes, verb=verb)
             return
         with self._drawn_on(self._err, transient=True) as live:
-            yield PrepareProgress(self._err, live, total_bytes)
+            yield PrepareProgress(self._err, live, total_bytes, verb=verb)
 
     def region(self) -> AbstractContextManager[Live]:
         """A part of the terminal that is redrawn in place; lines and prints scroll above it."""

@@ -43,7 +43,7 @@ class Pace:
 
 
 class PrepareProgress:
-    """How far the text has been tokenized: a bar on a terminal, now and then a line elsewhere."""
+    """How far a file has been worked through: a bar on a terminal, else a line now and then."""
 
     def __init__(
         self,
@@ -51,10 +51,12 @@ class PrepareProgress:
         live: Live | None,
         total_bytes: int | None,
         *,
+        verb: str = "prepare",
         now: Clock = time.monotonic,
     ) -> None:
         self._console = console
         self._live = live
+        self._verb = verb
         self._total = total_bytes
         self._now = now
         self._begin = now()
@@ -77,10 +79,10 @@ class PrepareProgress:
         seconds = max(self._now() - self._begin, 1e-9)
         parts = [f"{count(tokens)} tokens", f"{count(tokens / seconds)} tok/s"]
         if not self._total:
-            return Text("  ".join(["prepare", size(bytes_done), *parts]))
+            return Text("  ".join([self._verb, size(bytes_done), *parts]))
         share = bytes_done / self._total
         left = seconds / share - seconds if share else math.nan
-        head = f"prepare {share:4.0%}"
+        head = f"{self._verb} {share:4.0%}"
         tail = "  ".join([f"{size(bytes_done)}/{size(self._total)}", *parts, f"eta {clock(left)}"])
         room = self._console.width - len(head) - len(tail) - 5 if self._live else 0
         if room < 8:

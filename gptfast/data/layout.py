@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 FORMAT = "gptfast_format"
 """The attribute that tells our files, with the version of their layout."""
 FORMAT_VERSION = 1
+READ_ATTRIBUTES = (FORMAT, "tokenizer", "vocab_size", "source")
+"""Attributes of our files that `Layout` has."""
 OWN = "gptfast"
 HDF5 = "HDF5"
 SPLITS = ("train", "val")

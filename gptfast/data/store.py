@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from gptfast.data.foreign import layout_of
 from gptfast.data.layout import (
     OWN,
+    READ_ATTRIBUTES,
     SPLITS,
     Layout,
     Part,
@@ -50,7 +51,8 @@ class Store:
 
     def __init__(self, path: Path, layout: Layout) -> None:
         self.path = path
-        self._layout = layout
+        self.layout = layout
+        """What the files said when this store was opened."""
         self._raw: dict[Path, io.BufferedReader] = {}
         self._hdf5: dict[Path, h5py.File] = {}
         self._owner_pid: int | None = None
@@ -84,14 +86,14 @@ class Store:
         self._raw, self._hdf5 = {}, {}
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Store, (self.path, self._layout)
+        return Store, (self.path, self.layout)
 
     # what the file says --------------------------------------------------------------------
 
     @property
     def splits(self) -> tuple[str, ...]:
         """The splits that hold tokens, "train" first."""
-        return tuple(self._layout.splits)
+        return tuple(self.layout.splits)
 
     def n_tokens(self, split: str) -> int:
         return self._split(split).n_tokens
@@ -99,27 +101,27 @@ class Store:
     @property
     def vocab_size(self) -> int | None:
         """Ids of the vocabulary; None: a foreign file, which does not say."""
-        return self._layout.vocab_size
+        return self.layout.vocab_size
 
     @property
     def tokenizer_name(self) -> str | None:
-        return self._layout.tokenizer_name
+        return self.layout.tokenizer_name
 
     @property
     def source(self) -> str | None:
         """What the text is and where it came from; None: a foreign file."""
-        return self._layout.source
+        return self.layout.source
 
     @property
     def tokenizer_definition(self) -> dict[str, Any] | None:
         """All that it takes to build the tokenizer anew; None: a foreign file of bare ids."""
         if self.tokenizer_name is None:
             return None
-        if self._layout.kind == OWN:
+        if self.layout.kind == OWN:
             with open_hdf5(self.path) as file:
                 return cast("dict[str, Any]", json.loads(file["tokenizer"][:].tobytes()))
-        if self._layout.tokenizer is not None:
-            return dict(self._layout.tokenizer)
+        if self.layout.tokenizer is not None:
+            return dict(self.layout.tokenizer)
         from gptfast.data.tokenizer import load_tokenizer
 
         return load_tokenizer(self.tokenizer_name).definition()
@@ -142,10 +144,29 @@ class Store:
 
     def documents(self, split: str) -> NDArray[np.int64]:
         """(documents,) int64: first token of each document of the split; [0]: a foreign file."""
-        if self._layout.kind != OWN:
+        if self.layout.kind != OWN:
             return np.zeros(1, dtype=np.int64)
         with open_hdf5(self.path) as file:
             return cast("NDArray[np.int64]", file[f"{self._split(split).label}_documents"][:])
+
+    def sources(self) -> list[dict[str, Any]]:
+        """Of each text its name, bytes, characters, documents and SHA-256; []: a foreign file."""
+        if self.layout.kind != OWN:
+            return []
+        with open_hdf5(self.path) as file:
+            return cast("list[dict[str, Any]]", json.loads(file["sources"][:].tobytes()))
+
+    def attributes(self) -> dict[str, str | int | float]:
+        """What is written on the file beside what `layout` has; {}: a foreign file."""
+        if self.layout.kind != OWN:
+            return {}
+        with open_hdf5(self.path) as file:
+            found = {
+                name: value.item() if isinstance(value, np.generic) else value
+                for name, value in file.attrs.items()
+                if name not in READ_ATTRIBUTES
+            }
+            return cast("dict[str, str | int | float]", found)
 
     def n_bytes(self, split: str) -> int | None:
         """UTF-8 bytes of the split's text, separators not counted; None: a foreign file."""
@@ -164,7 +185,7 @@ class Store:
     def fingerprint(self) -> str:
         """SHA-256 of the ids; of a foreign file, of parts spread evenly over them."""
         digest = hashlib.sha256()
-        for name, split in self._layout.splits.items():
+        for name, split in self.layout.splits.items():
             digest.update(f"{name} {split.n_tokens} {split.dtype.str} ".encode())
             digest.update((split.sha256 or _sampled_sha256(self.tokens(name))).encode())
         return digest.hexdigest()
@@ -218,7 +239,7 @@ class Store:
         Raises:
             Refused: one is not.
         """
-        for name, split in self._layout.splits.items():
+        for name, split in self.layout.splits.items():
             if split.max_id is not None and split.max_id < vocab_size:
                 continue
             at = 0
@@ -234,7 +255,7 @@ class Store:
 
     def _split(self, name: str) -> Split:
         try:
-            return self._layout.splits[name]
+            return self.layout.splits[name]
         except KeyError:
             raise Refused(
                 f"{self.path}: has no split {name}, only {', '.join(self.splits)}: "
