@@ -1,410 +1,35 @@
-"""The bench: arithmetic and flags with a fake clock, the protocol in real processes."""
+"""The bench in real processes: protocol, failures, what is left behind. And in this process, where
+what a worker does is what counts."""
 
 from __future__ import annotations
 
-import dataclasses
-import io
+import gc
+import gzip
 import itertools
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import bench_plugins
 import pytest
-from bench_plugins import Elsewhere, Half, Hungry
-from hypothesis import given
-from hypothesis import strategies as st
-from plugin_helpers import ROOT, enabled, gptfast
+import torch
+from bench_plugins import Elsewhere
+from plugin_helpers import ROOT, gptfast
 
-from gptfast.bench import statistics, worker
-from gptfast.bench.attempt import Start
-from gptfast.bench.ladder import ladder_order, measure
-from gptfast.bench.messages import Built, Lap, MachineFacts, RungFailed
+from gptfast.bench import bare, ladder, rung, worker
+from gptfast.bench.messages import RungFailed
+from gptfast.bench.phases import Stopwatch
 from gptfast.bench.process import WorkerProcess
-from gptfast.bench.record import Bench, Drift, Protocol, Rung
-from gptfast.bench.table import table
 from gptfast.cli import main
-from gptfast.console import Console, Look
 from gptfast.contract.tiny import tiny_profile, write_tiny_store
-from gptfast.errors import GptfastError
-from gptfast.plugin import Claim, Plugin, Profile
-from gptfast.registry import Enabled
-
-PROTOCOL = Protocol(steps=5, rounds=8, lead_in=1, resamples=2000)
-
-# arithmetic ------------------------------------------------------------------------------
-
-
-def test_drift_of_the_machine_cancels_in_paired_ratios() -> None:
-    slowing = [1.0, 1.3, 1.7, 2.2, 2.9, 3.7]
-    ratio = statistics.ratio(slowing, [t / 1.25 for t in slowing], PROTOCOL)
-    assert (ratio.times, ratio.low, ratio.high) == pytest.approx((1.25, 1.25, 1.25))
-    assert ratio.significant
-
-
-def test_no_significant_difference_when_the_interval_holds_1() -> None:
-    noise = [1.0, 1.1, 0.9, 1.05, 0.95, 1.02, 0.98, 1.0]
-    ratio = statistics.ratio(noise, noise[::-1], PROTOCOL)
-    assert ratio.low < 1 < ratio.high
-    assert not ratio.significant
-    assert ratio == statistics.ratio(noise, noise[::-1], PROTOCOL)
-
-
-@given(st.lists(st.tuples(st.floats(0.5, 2.0), st.floats(0.5, 2.0)), min_size=2, max_size=12))
-def test_the_interval_surrounds_the_median(times: list[tuple[float, float]]) -> None:
-    reference, rung = zip(*times, strict=True)
-    ratio = statistics.ratio(reference, rung, Protocol(resamples=200))
-    pairs = [r / t for r, t in times]
-    slack = 1 + 1e-12
-    assert min(pairs) <= ratio.low * slack
-    assert ratio.low <= ratio.times * slack
-    assert ratio.times <= ratio.high * slack
-    assert ratio.high <= max(pairs) * slack
-
-
-@pytest.mark.parametrize(
-    ("seconds", "compiled", "warm"),
-    [
-        ([1.0] * 5, [0] * 5, False),  # too few to tell
-        ([1.0] * 6, [0] * 6, True),
-        ([9.0, 1, 1, 1, 1, 1], [0] * 6, True),  # one slow step does not move a median
-        ([9.0, 9, 1, 1, 1, 1], [0] * 6, False),
-        ([2.0, 1.9, 1.8, 1.6, 1.5, 1.4], [0] * 6, False),
-        ([1.0] * 6, [1, 0, 0, 0, 0, 0], False),
-        ([1.0] * 7, [1, 0, 0, 0, 0, 0, 0], True),
-        ([1.0] * 9, [1, 0, 0, 0, 1, 0, 0, 0, 0], False),
-    ],
-)
-def test_warm_up_ends_when_nothing_compiles_and_steps_are_steady(
-    seconds: list[float], compiled: list[int], warm: bool
-) -> None:
-    assert statistics.is_warm(seconds, compiled, PROTOCOL) is warm
-
-
-def test_compiling_is_what_the_warm_up_took_beyond_steady_steps() -> None:
-    seconds = [30.0, 0.5, 10.0, *[0.5] * 6]
-    told = statistics.warmup(seconds, [1, 0, 1, *[0] * 6], build_s=2.0, protocol=PROTOCOL)
-    assert told.compile_s == pytest.approx(29.5 + 9.5)
-    assert (told.steps, told.first_step_s, told.build_s, told.steady) == (9, 30.0, 2.0, True)
-
-
-def test_compiling_pays_back() -> None:
-    assert statistics.pays_back_steps(saved_ms=20.0, spent_s=40.0) == 2000
-    assert statistics.pays_back_steps(saved_ms=20.0, spent_s=-1.0) == 0
-
-
-def test_drift_is_over_the_steps_that_both_did() -> None:
-    drift = statistics.drift([4.0, 3.3, 2.0], [4.0, 3.0, 2.02, 1.0])
-    assert drift.largest == pytest.approx(0.1)
-    assert drift.last == pytest.approx(0.02 / 2.02)
-    assert drift.steps == 3
-
-
-def plugin_with(claim: Claim, tolerance: float) -> Plugin:
-    kind: type[Plugin] = type("P", (Plugin,), {"claim": claim, "tolerance": tolerance})
-    return kind(None)
-
-
-@pytest.mark.parametrize(
-    ("claim", "tolerance", "drift", "others", "verdict"),
-    [
-        (Claim.EXACT, 0.0, 0.0, [0.01], "kept"),
-        (Claim.EXACT, 0.0, 1e-9, [0.01], "broken"),
-        (Claim.EXACT, 1e-6, 1e-7, [], "kept"),
-        (Claim.EXACT, 1e-6, 1e-5, [], "broken"),
-        (Claim.EXACT, 1e-6, 1e-5, [1e-2], "kept"),  # in bf16 other sums show as bf16's rounding
-        (Claim.ROUNDING, 1e-3, 1e-3, [], "kept"),
-        (Claim.ROUNDING, 1e-3, 2e-3, [1e-4], "broken"),
-        (Claim.RECIPE, 0.0, 0.5, [], "recipe"),
-    ],
-)
-def test_a_claim_is_judged_by_the_drift_from_the_rung_before(
-    claim: Claim, tolerance: float, drift: float, others: list[float], verdict: str
-) -> None:
-    judged = statistics.judge(
-        plugin_with(claim, tolerance),
-        [plugin_with(Claim.ROUNDING, other) for other in others],
-        Drift(drift, drift, 5),
-        device="cpu",
-    )
-    assert judged.verdict == verdict
-
-
-@pytest.mark.parametrize(("drift", "verdict"), [(1e-4, "kept"), (1e-2, "broken")])
-def test_equal_bits_are_not_asked_of_a_device_that_adds_in_any_order(
-    drift: float, verdict: str
-) -> None:
-    exact = plugin_with(Claim.EXACT, 0.0)
-    assert statistics.judge(exact, [], Drift(drift, drift, 5), device="cuda").verdict == verdict
-
-
-def test_drift_allowed_from_the_baseline_adds_up() -> None:
-    rounding = [plugin_with(Claim.ROUNDING, 0.25), plugin_with(Claim.EXACT, 0.5)]
-    assert statistics.drift_allowed(rounding) == 0.75
-    assert statistics.drift_allowed([*rounding, plugin_with(Claim.RECIPE, 0.0)]) is None
-
-
-# the ladder, with a fake clock -----------------------------------------------------------
-
-
-class Doubling(Plugin):
-    claim = Claim.EXACT
-
-
-class Same(Plugin):
-    claim = Claim.EXACT
-
-
-class Needing(Plugin):
-    claim = Claim.EXACT
-    requires = ("hungry",)
-
-
-class Wanting(Plugin):
-    requires = ("same",)
-
-
-def test_a_rung_comes_after_what_its_plugin_requires() -> None:
-    planned = [enabled(name, kind) for name, kind in (("b", Wanting), ("c", Half), ("same", Same))]
-    assert [e.name for e in ladder_order(planned, ["b", "c", "same"])] == ["c", "same", "b"]
-
-
-@dataclass
-class FakeMachine:
-    """A clock and workers that take their time from it.
-
-    Attributes:
-        step_s: of a rung with these plugins, at a tick of the clock.
-        fails: where a rung's own plugin makes it fail: (plugin, "build" or how many laps before).
-        turns: which rung did how many steps on the clock, in order.
-    """
-
-    step_s: Callable[[Sequence[str], int], float]
-    fails: dict[str, tuple[str | int, str]] = field(default_factory=dict)
-    compile_s: dict[str, float] = field(default_factory=dict)
-    tick: int = 0
-    turns: list[tuple[str, int]] = field(default_factory=list)
-    open: list[str] = field(default_factory=list)
-
-    @contextmanager
-    def start(self, name: str) -> Iterator[FakeWorker]:
-        self.open.append(name)
-        yield FakeWorker(self, name)
-        self.open.remove(name)
-
-
-@dataclass
-class FakeWorker:
-    machine: FakeMachine
-    name: str
-    plugins: list[str] = field(default_factory=list)
-    laps: int = 0
-    done: int = 0
-    closed: bool = False
-
-    def build(
-        self, profile: Profile, *, device: str, plugin: str | None, patience_s: float
-    ) -> Built:
-        self.plugins = list(profile.plugins)
-        when, reason = self.machine.fails.get(self.name, (None, ""))
-        if when == "build":
-            raise RungFailed(reason)
-        return Built(1.5, self.plugins, "as asked", flops_per_token=859_900_000)
-
-    def advance(self, steps: int, *, lead_in: int, patience_s: float) -> Lap:
-        assert not self.closed
-        when, reason = self.machine.fails.get(self.name, (None, ""))
-        if when == self.laps:
-            raise RungFailed(reason)
-        seconds = steps * self.machine.step_s(self.plugins, self.machine.tick)
-        if self.laps == 0:
-            seconds += self.machine.compile_s.get(self.name, 0.0)
-        self.laps += 1
-        self.machine.tick += 1
-        self.machine.turns.append((self.name, steps))
-        first, self.done = self.done, self.done + lead_in + steps
-        half = "half" in self.plugins
-        losses = [4.0 / (1 + (step // 2 if half else step)) for step in range(first, self.done)]
-        return Lap(steps, seconds, steps * 25_000, losses, 0, 0.25, 2**20, 2, [])
-
-    def close(self) -> None:
-        self.closed = True
-
-
-FACTS = MachineFacts(
-    device="cpu",
-    name="a fake",
-    platform="none",
-    cpu_count=4,
-    threads=4,
-    interop_threads=1,
-    python="3",
-    torch="2",
-    numpy="2",
-    cuda=None,
-    peak_flops=312e12,
-    peak_dtype="bfloat16",
-)
-
-
-def climb(machine: FakeMachine, *order: Enabled, load: float | None = 0.5) -> Bench:
-    profile = tiny_profile({one.name: {} for one in order})
-    start: Start = machine.start
-    told: list[str] = []
-    result = measure(
-        profile,
-        order,
-        facts=FACTS,
-        protocol=PROTOCOL,
-        start=start,
-        tell=told.append,
-        load_before=load,
-    )
-    assert not machine.open
-    assert len(told) >= len(order) + 2
-    return result
-
-
-DOUBLING, SAME, HALF = enabled("doubling", Doubling), enabled("same", Same), enabled("half", Half)
-HUNGRY, NEEDING = enabled("hungry", Hungry), enabled("needing", Needing)
-
-
-def quarter_second(plugins: Sequence[str], tick: int) -> float:
-    return 0.25 / (2 if "doubling" in plugins else 1)
-
-
-def test_figures_of_a_rung() -> None:
-    """BEN-05 and the rest of the arithmetic: 0.25 s a step of 25,000 tokens."""
-    machine = FakeMachine(quarter_second, compile_s={"baseline": 10.0, "doubling": 50.0})
-    baseline, doubled, same = climb(machine, DOUBLING, SAME).rungs
-    assert [r.name for r in (baseline, doubled, same)] == ["baseline", "+ doubling", "+ same"]
-    assert baseline.step_ms == pytest.approx(250.0)
-    assert baseline.tokens_per_s == pytest.approx(100_000)
-    assert baseline.peak_share == pytest.approx(0.276, abs=5e-4)
-    assert (baseline.memory_bytes, baseline.data_wait_ms, baseline.n_micro) == (2**20, 0.25, 2)
-    assert baseline.over_baseline is baseline.over_before is baseline.verdict is None
-    assert doubled.over_baseline is not None
-    assert doubled.over_baseline.times == pytest.approx(2.0)
-    assert doubled.over_baseline.significant
-    assert doubled.warmup is not None
-    assert doubled.warmup.compile_s == pytest.approx(50.0)
-    assert doubled.pays_back_steps == 320  # 40 s more at 125 ms a step
-    assert doubled.plugins == ["doubling"]
-    assert same.plugins == ["doubling", "same"]
-    assert same.over_baseline == doubled.over_baseline
-    assert same.over_before is not None
-    assert not same.over_before.significant
-    assert same.pays_back_steps is None
-    assert same.verdict is not None
-    assert same.verdict.verdict == "kept"
-
-
-def test_rounds_go_by_turns_and_the_baseline_is_first_and_last() -> None:
-    machine = FakeMachine(quarter_second)
-    climb(machine, DOUBLING, SAME)
-    rounds = [name for name, steps in machine.turns if steps == PROTOCOL.steps]
-    again = ["baseline"] * PROTOCOL.control_rounds
-    up = ["baseline", "doubling", "same"]
-    turns = [name for number in range(PROTOCOL.rounds) for name in up[:: -1 if number % 2 else 1]]
-    assert rounds == [*again, *turns, *again]
-
-
-def test_a_slowing_machine_is_flagged_and_ratios_stand() -> None:
-    """BEN-08: a clock that drifts."""
-    result = climb(FakeMachine(lambda on, tick: quarter_second(on, tick) * 1.002**tick), DOUBLING)
-    assert result.baseline_again is not None
-    assert result.baseline_again.drift > 0.05
-    assert [w for w in result.warnings if "drifted" in w]
-    over = result.rungs[1].over_baseline
-    assert over is not None
-    assert over.times == pytest.approx(2.0, rel=5e-3)
-    steady = climb(FakeMachine(quarter_second), DOUBLING)
-    assert steady.baseline_again is not None
-    assert steady.baseline_again.drift == pytest.approx(0.0)
-    assert steady.warnings == []
-
-
-def test_a_busy_machine_is_flagged() -> None:
-    noisy = FakeMachine(lambda on, tick: 0.25 if tick % 3 else 0.4)
-    result = climb(noisy, SAME, load=4.5)
-    assert "load average 4.5 on 4 cores" in result.warnings[0]
-    assert any("rounds differ by" in warning for warning in result.warnings)
-
-
-def test_fast_because_it_learns_something_else_is_flagged() -> None:
-    """BEN-08: half the backward passes."""
-    result = climb(FakeMachine(quarter_second), HALF, SAME)
-    _, half, same = result.rungs
-    assert half.verdict is not None
-    assert half.verdict.verdict == "broken"
-    assert half.drift is not None
-    assert half.drift.largest > 0.5
-    # The one above it is compared with it, and is not to blame.
-    assert same.verdict is not None
-    assert same.verdict.verdict == "kept"
-
-
-@pytest.mark.parametrize("when", ["build", 0, 4, 9])
-def test_a_rung_that_cannot_run_is_a_row_and_the_others_are_complete(when: str | int) -> None:
-    """BEN-07, from the build over the warm-up to the rounds."""
-    machine = FakeMachine(quarter_second, fails={"hungry": (when, "out of memory: 17 TiB")})
-    result = climb(machine, HUNGRY, NEEDING, DOUBLING)
-    baseline, hungry, needing, doubling = result.rungs
-    assert (hungry.ran, hungry.reason) == (False, "out of memory: 17 TiB")
-    assert baseline.ran
-    assert doubling.ran
-    if when == 9:  # found out too late to build the others without it
-        assert doubling.plugins == ["hungry", "needing", "doubling"]
-    else:
-        assert (needing.ran, needing.reason) == (False, "requires hungry, which cannot run here")
-        assert doubling.plugins == ["doubling"]
-        assert doubling.before == "baseline"
-    keys = {field.name for field in dataclasses.fields(Rung)}
-    written = json.loads(result.to_json())["rungs"]
-    assert all(row.keys() == keys for row in written)
-    assert [key for key, value in written[1].items() if value is not None] == [
-        *("name", "plugin", "package", "version", "ran", "reason")
-    ]
-
-
-@pytest.mark.parametrize("when", ["build", 0, 7, 12])
-def test_nothing_is_measured_without_the_baseline(when: str | int) -> None:
-    machine = FakeMachine(quarter_second, fails={"baseline": (when, "no memory")})
-    with pytest.raises(GptfastError, match="not even the baseline runs here: no memory"):
-        climb(machine, SAME)
-    assert ("same", PROTOCOL.steps) not in machine.turns[: 6 + PROTOCOL.control_rounds]
-
-
-def test_a_narrow_terminal_gets_fewer_columns() -> None:
-    machine = FakeMachine(quarter_second, fails={"hungry": ("build", "no memory")})
-    result = climb(machine, DOUBLING, HUNGRY, SAME)
-    everything, rows = table(result, width=None)
-    assert len(everything) == 12
-    assert rows[2] == ["+ hungry", *[None] * 10, "cannot run"]
-    for width in (60, 80, 100, 140):
-        columns, rows = table(result, width=width)
-        assert columns[:2] == ["rung", "ms/step"]
-        stream = io.StringIO()
-        stream.isatty = lambda: True  # type: ignore[method-assign]  # a terminal to the console
-        Console(stream, stream, Look(no_color=True, width=width)).table("", columns, rows)
-        shown = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()).splitlines()
-        assert max(map(len, shown)) <= width
-        # Nothing had to be folded: head, rule and a line for each rung.
-        assert len([line for line in shown if line.strip()]) == 2 + len(result.rungs)
-    assert len(table(result, width=60)[0]) < len(everything)
-
-
-# real processes --------------------------------------------------------------------------
+from gptfast.plugin import Profile
 
 
 @pytest.fixture
@@ -441,16 +66,18 @@ def on(*names: str) -> list[str]:
 def test_a_ladder_in_real_processes(tmp_path: Path, package: Path, config: Path) -> None:
     """BEN-01 and BEN-08 end to end, with plugins that print to stdout."""
     done = gptfast(
-        *("bench", "--config", str(config), *on("half", "paced")),
+        *("bench", "--config", str(config), *on("half", "paced"), "--control", "--breakdown"),
         *("--json", "--steps", "4", "--rounds", "3", "--device", "cpu", "--out", "kept"),
         path=[package],
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["format"] == 1
+    assert result["format"] == 2
     assert result == json.loads((tmp_path / "kept" / "bench.json").read_text())
-    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["bench.json"]
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [
+        *("bench.json", "breakdown.png", "breakdown.svg", "ladder.png", "ladder.svg", "traces")
+    ]
     baseline, half, paced = result["rungs"]
 
     assert paced["step_ms"] == pytest.approx(100, rel=0.1)
@@ -466,7 +93,22 @@ def test_a_ladder_in_real_processes(tmp_path: Path, package: Path, config: Path)
     assert half["drift"]["last"] > 1e-3
     steps = baseline["warmup"]["steps"] + (3 + 3 + 3) * (4 + 2)
     assert len(baseline["losses"]) == steps
+    assert result["control"]["drift"]["largest"] == 0.0
+    assert result["control"]["drift"]["steps"] >= 6 + 3 * (4 + 2)
     assert baseline["losses"][0] == half["losses"][0] == pytest.approx(4.1, abs=0.1)
+
+    # A stranger's plugin has its part of every table, and its trace.
+    parts = paced["breakdown"]
+    phases = [parts[f"{name}_ms"] for name in ("data", "forward", "backward", "optimizer", "rest")]
+    assert min(phases) > 0
+    assert sum(phases) == pytest.approx(parts["step_ms"]) == pytest.approx(100, rel=0.1)
+    assert parts["rest_ms"] > 60, "the sleep is in none of the four"
+    assert len(parts["operators"]) == 10
+    assert parts["trace"] == "with-paced.json.gz"
+    with gzip.open(tmp_path / "kept" / "traces" / parts["trace"]) as trace:
+        names = {event.get("name") for event in json.load(trace)["traceEvents"]}
+    assert {"forward", "backward", "optimizer", "data", "aten::mm"} <= names
+    assert "with-paced.json.gz" in {path.name for path in (tmp_path / "kept" / "traces").iterdir()}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="process groups")
@@ -543,7 +185,7 @@ def test_a_worker_that_is_lost_is_a_reason(
     (tmp_path / "worker").mkdir()
     lost = profile.replace({"plugins": {plugin: {}}})
     with WorkerProcess(tmp_path / "worker") as process:
-        process.build(lost, device="cpu", plugin=plugin, patience_s=60)
+        process.build(lost, device="cpu", plugin=plugin, bare=False, patience_s=60)
         process.advance(1, lead_in=0, patience_s=60)
         with pytest.raises(RungFailed, match=reason):
             process.advance(1, lead_in=0, patience_s=1 if plugin == "hanging" else 60)
@@ -561,12 +203,25 @@ def test_what_a_worker_answers(
     def serve(plugin: str | None, *requests: dict[str, Any]) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = []
         on = profile.replace({"plugins": {plugin: {}} if plugin else {}})
-        build = {"do": "build", "profile": on.model_dump(), "device": "cpu", "plugin": plugin}
+        build = {
+            "do": "build",
+            "profile": on.model_dump(),
+            "device": "cpu",
+            "plugin": plugin,
+            "bare": False,
+        }
         worker.serve(iter(map(json.dumps, [build, *requests])), answers.append)
         return answers
 
-    assert serve("elsewhere") == [{"failed": Elsewhere("").supports(None).reason, "exit_code": 2}]  # type: ignore[arg-type]  # it asks no machine
+    assert serve("elsewhere") == [
+        {
+            "failed": Elsewhere("").supports(None).reason,  # type: ignore[arg-type]  # it asks none
+            "exit_code": 2,
+            "out_of_memory": False,
+        }
+    ]
     *_, out_of_memory = serve("hungry", {"do": "advance", "steps": 4, "lead_in": 0})
+    assert out_of_memory["out_of_memory"] is True
     assert out_of_memory["failed"] == (
         "out of memory: plugin hungry (bench-plugins 2.0) failed in step: MemoryError: 17 TiB: "
         "report it to its authors or use --without hungry"
@@ -582,6 +237,8 @@ def test_what_a_worker_answers(
     assert not set(second["losses"]) & set(lap["losses"])
     assert lap["n_micro"] == 1
     assert 0 < lap["data_wait_ms"] < lap["seconds"] / 3 * 1e3
+    assert 0 < lap["footprint"]["rest_bytes"] <= lap["footprint"]["peak_bytes"]
+    assert lap["footprint"]["free_bytes"] > 0
 
 
 @pytest.mark.parametrize("fault", ["file", "taken", "no data"])
@@ -609,3 +266,208 @@ def test_a_bench_that_is_impossible_is_refused_at_once(
         assert not out.exists()
     else:
         assert (out / "bench.json" if fault == "taken" else out).read_text() == "mine"
+
+
+# in this process --------------------------------------------------------------------------
+
+
+class AtHand(WorkerProcess):
+    """A worker without a process of its own."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._rungs = ExitStack()
+        self._desk = worker.Desk(self._rungs)
+
+    def _ask(self, request: dict[str, Any], patience_s: float) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(
+            json.dumps(self._desk.answer(json.loads(json.dumps(request))))
+        )
+        return answer
+
+    def close(self, *, farewell_s: float = 0.0) -> None:
+        self._rungs.close()
+
+
+@pytest.fixture
+def at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ladder, "WorkerProcess", AtHand)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("at_hand")
+def test_one_left_out_at_a_time(
+    package: Path, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(package))
+    names = on("half", "elsewhere", "fused-adamw")
+    shown = ["--leave-one-out", "--steps", "2", "--rounds", "2", "--device", "cpu"]
+    assert main(["bench", "--config", str(config), *names, *shown]) == 0
+    out = capsys.readouterr().out
+    for text in ("baseline", "full", "- half", "- elsewhere", "- fused-adamw", "x full"):
+        assert text in out
+    assert "- elsewhere cannot run here: needs a quantum computer" in out
+    assert "- half broke its claim" in out
+    result = json.loads(Path("bench/contract/bench.json").read_text())
+    assert result["kind"] == "leave-one-out"
+    by_name = {row["name"]: row for row in result["rungs"]}
+    assert by_name["- half"]["plugins"] == ["fused-adamw"]
+    assert by_name["- half"]["verdict"]["verdict"] == "broken"
+    assert by_name["- fused-adamw"]["verdict"]["verdict"] == "kept"
+    assert sorted(path.name for path in Path("bench/contract").iterdir()) == [
+        *("bench.json", "ladder.png", "ladder.svg")
+    ]
+
+
+@pytest.mark.usefixtures("at_hand")
+def test_the_overhead_is_that_of_a_loop_that_does_the_same(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["bench", "--config", str(config), "--overhead", "--steps", "3", "--rounds", "2"]
+    assert main([*asked, "--device", "cpu", "--json", *on("fused-adamw")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["drift"]["largest"] == 0.0
+    assert found["drift"]["steps"] >= 6 + 2 * (3 + 2)
+    assert found["profile"]["plugins"] == {}
+    assert found["bare_ms"] > 0
+    assert found["slower"]["paired"] is True
+    assert 0 < found["hooks_us"] < 100
+    assert main([*asked, "--device", "cpu"]) == 0
+    assert "hooks that no plugin has" in capsys.readouterr().out
+    assert main([*asked, "--breakdown"]) == 2
+    assert not Path("bench").exists()
+
+
+@pytest.mark.usefixtures("at_hand")
+def test_without_matplotlib_the_figures_are_there(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    asked = ["bench", "--config", str(config), "--steps", "1", "--rounds", "2", "--device", "cpu"]
+    assert main([*asked, "--out", "kept"]) == 0
+    assert [path.name for path in Path("kept").iterdir()] == ["bench.json"]
+    assert "a picture needs matplotlib" in capsys.readouterr().err
+
+
+def built(profile: Profile, stack: ExitStack, **changes: Any) -> rung.Rung:
+    made, _ = stack.enter_context(
+        rung.built_rung(profile.replace(changes), device="cpu", plugin=None)
+    )
+    return made
+
+
+def test_a_lap_waits_for_the_device_at_its_ends_and_never_between(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BEN-02, with a device that works while the program goes on: a step puts 10 ms of work on it,
+    only waiting for it takes time."""
+    now = 0.0
+    owed = 0.0
+    waits = 0
+
+    def wait(device: torch.device) -> None:
+        nonlocal now, owed, waits
+        now, owed, waits = now + owed, 0.0, waits + 1
+
+    with ExitStack() as stack:
+        made = built(profile, stack)
+        one_step = made.loop.one_step
+
+        def on_the_device() -> None:
+            nonlocal owed
+            owed += 0.010
+            one_step()
+
+        monkeypatch.setattr(made.loop, "one_step", on_the_device)
+        monkeypatch.setattr(rung, "synchronize", wait)
+        monkeypatch.setattr(rung.time, "perf_counter", lambda: now)
+        lap = made.advance(7, lead_in=3)
+    assert waits == 2
+    assert lap.seconds == pytest.approx(0.070)
+    assert lap.step_ms == pytest.approx(10.0)
+
+
+def test_step_times_add_up_to_one_wall_clock_around_all_steps(profile: Profile) -> None:
+    """BEN-02, for real: one lap of many steps against laps of few."""
+    with ExitStack() as stack:
+        made = built(profile, stack)
+        made.advance(5, lead_in=0)
+        start = time.perf_counter()
+        lap = made.advance(50, lead_in=0)
+        around = time.perf_counter() - start
+    assert lap.seconds <= around
+    assert lap.step_ms * lap.steps == pytest.approx(lap.seconds * 1e3)
+
+
+def test_nothing_is_collected_on_the_clock(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is evaluated, saved or sampled, whatever the profile says."""
+    seen: list[bool] = []
+    changes = {"train.eval_interval": 1, "train.save_interval": 1, "train.sample_interval": 1}
+    with ExitStack() as stack:
+        made = built(profile, stack, **changes)
+        loop = made.loop
+        assert isinstance(loop, rung.TrainerLoop)
+        for name in ("evaluate", "save", "_sample"):
+            monkeypatch.setattr(loop.trainer, name, pytest.fail)
+        one_step = loop.one_step
+
+        def watched() -> None:
+            seen.append(gc.isenabled())
+            one_step()
+
+        monkeypatch.setattr(loop, "one_step", watched)
+        made.advance(3, lead_in=2)
+    assert seen == [True, True, False, False, False]
+    assert gc.isenabled()
+
+
+def test_the_parts_of_a_trainer_are_as_before_when_it_was_divided_up(
+    profile: Profile, tmp_path: Path
+) -> None:
+    from gptfast.bench.phases import break_down
+
+    with ExitStack() as stack:
+        made = built(profile, stack)
+        loop = made.loop
+        assert isinstance(loop, rung.TrainerLoop)
+        trainer = loop.trainer
+        parts = trainer.source, trainer.model, trainer.stepper
+        divided = break_down(trainer, 4, profiled=2, trace=tmp_path / "trace.json")
+        assert (trainer.source, trainer.model, trainer.stepper) == parts
+        plain = made.advance(4, lead_in=0)
+        straight = built(profile, stack).advance(4 + 1 + 2 + 4, lead_in=0)
+    assert plain.losses == straight.losses, "dividing up changes nothing that is learnt"
+    assert sum(one.ms for one in divided.operators) < divided.step_ms * 20
+    calls = {one.name: one.calls for one in divided.operators}
+    assert all(calls.values())
+
+
+def test_a_stopwatch_adds_up() -> None:
+    watch = Stopwatch(torch.device("cpu"))
+    for _ in range(2):
+        with watch.phase("a"):
+            time.sleep(0.01)
+    watch.lap("b", watch.moment())
+    ms = watch.milliseconds()
+    assert ms["a"] >= 20
+    assert 0 <= ms["b"] < ms["a"]
+
+
+def test_empty_hooks_are_counted_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that moves a millisecond at each look: rounds of 500 steps, less an empty loop's."""
+    ticks = itertools.count()
+    monkeypatch.setattr(bare.time, "perf_counter", lambda: next(ticks) / 1e3)
+    assert bare.hooks_us(steps=500, rounds=3) == pytest.approx(0.0)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_worker_that_the_system_kills_may_have_lacked_memory(
+    tmp_path: Path, profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with WorkerProcess(tmp_path) as process:
+        os.kill(process._process.pid, signal.SIGKILL)
+        with pytest.raises(RungFailed, match="signal SIGKILL") as lost:
+            process.build(profile, device="cpu", plugin=None, bare=False, patience_s=60)
+    assert lost.value.out_of_memory

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from statistics import median
 from typing import Protocol as Interface
 
-from gptfast.bench.messages import Built, Lap, RungFailed
+from gptfast.bench.messages import Breakdown, Built, Lap, RungFailed
 from gptfast.bench.record import Protocol, Warmup
 from gptfast.bench.statistics import is_warm, warmup
 from gptfast.plugin import Plugin, Profile
@@ -20,9 +21,13 @@ class Worker(Interface):
     """What a rung needs of its process; `WorkerProcess` is the real one."""
 
     def build(
-        self, profile: Profile, *, device: str, plugin: str | None, patience_s: float
+        self, profile: Profile, *, device: str, plugin: str | None, bare: bool, patience_s: float
     ) -> Built: ...
     def advance(self, steps: int, *, lead_in: int, patience_s: float) -> Lap: ...
+    def break_down(
+        self, steps: int, *, profiled: int, trace: Path, patience_s: float
+    ) -> Breakdown: ...
+    def hooks_us(self, *, patience_s: float) -> float: ...
     def close(self) -> None: ...
 
 
@@ -34,30 +39,44 @@ class Attempt:
     """A rung that is tried here: `set_up`, then rounds. A failure ends it and is kept as a reason.
 
     Args:
-        added: the plugin that it adds; None: the baseline.
         on: all its plugins, in the order in which the ladder added them.
+        judged: the plugin by which it differs from `other`.
+        other: the rung that it is compared with.
+        bare: the hand-written loop instead of the trainer; no plugins.
     """
 
     built: Built
     warmup: Warmup
+    breakdown: Breakdown | None = None
 
-    def __init__(self, added: Enabled | None, on: Sequence[Enabled], protocol: Protocol) -> None:
-        self.added = added
+    def __init__(
+        self,
+        name: str,
+        on: Sequence[Enabled],
+        protocol: Protocol,
+        *,
+        judged: Enabled | None = None,
+        other: Attempt | None = None,
+        bare: bool = False,
+    ) -> None:
+        self.name = name
         self.on = list(on)
+        self.judged = judged
+        self.other = other
         self.failure: str | None = None
+        self.out_of_memory = False
+        """Whether it failed for lack of memory."""
         self.losses: list[float] = []
         """Of each step from the first."""
-        self.rounds: list[Lap] = []
-        """Those that count."""
+        self.rounds: dict[int, Lap] = {}
+        """Those that count, by their number."""
         self.notes: list[str] = []
         self.step_s = 0.0
         """Of a steady step in the warm-up."""
+        self._bare = bare
         self._protocol = protocol
         self._worker: Worker | None = None
-
-    @property
-    def name(self) -> str:
-        return f"+ {self.added.name}" if self.added else BASELINE
+        self._last: Lap
 
     @property
     def plugins(self) -> list[Plugin]:
@@ -66,30 +85,38 @@ class Attempt:
     @property
     def ran(self) -> bool:
         """Whether it did all its rounds."""
-        return len(self.rounds) == self._protocol.rounds
+        return len(self.rounds) >= self._protocol.rounds
 
     @property
-    def round_step_ms(self) -> list[float]:
-        return [lap.step_ms for lap in self.rounds]
+    def round_step_ms(self) -> dict[int, float]:
+        return {number: lap.step_ms for number, lap in self.rounds.items()}
 
     @property
     def step_ms(self) -> float:
-        return median(self.round_step_ms)
+        return median(self.round_step_ms.values())
+
+    @property
+    def last_lap(self) -> Lap:
+        """Of the warm-up or the rounds."""
+        return self._last
 
     def set_up(self, worker: Worker, profile: Profile, *, device: str) -> None:
-        """Build the trainer and warm it up."""
+        """Build the trainer and warm it up; a second time begins afresh."""
+        self.failure, self.out_of_memory = None, False
+        self.losses, self.notes, self.rounds = [], [], {}
         self._worker = worker
         plugins = {enabled.name: profile.plugins[enabled.name] for enabled in self.on}
         try:
             self.built = worker.build(
                 profile.replace({"plugins": plugins}),
                 device=device,
-                plugin=self.added.name if self.added else None,
+                plugin=self.judged.name if self.judged and self.judged in self.on else None,
+                bare=self._bare,
                 patience_s=self._protocol.patience_s,
             )
             self._warm_up(worker)
         except RungFailed as failure:
-            self.fail(str(failure))
+            self._fail_as(failure)
 
     def _warm_up(self, worker: Worker) -> None:
         protocol = self._protocol
@@ -103,35 +130,69 @@ class Attempt:
         self.step_s = median(seconds[-protocol.warmup_window :])
         self.warmup = warmup(seconds, compiled, build_s=self.built.seconds, protocol=protocol)
 
-    def turn(self) -> None:
-        """One round that counts."""
-        self.rounds += self.laps(1)
+    def turn(self, number: int) -> None:
+        """The round of this number, which counts."""
+        for lap in self.laps(1):
+            self.rounds[number] = lap
 
     def laps(self, n: int) -> list[Lap]:
         """`n` rounds, or as many as succeed."""
         protocol = self._protocol
-        expected_s = self.step_s * (protocol.lead_in + protocol.steps)
         done: list[Lap] = []
         try:
             while self.failure is None and len(done) < n:
-                assert self._worker is not None, "set_up comes first"
-                lap = self._worker.advance(
+                lap = self._standing.advance(
                     protocol.steps,
                     lead_in=protocol.lead_in,
-                    patience_s=protocol.patience_s + 10 * expected_s,
+                    patience_s=self._patience_s(protocol.lead_in + protocol.steps),
                 )
                 self._keep(lap)
                 done.append(lap)
         except RungFailed as failure:
-            self.fail(str(failure))
+            self._fail_as(failure)
         return done
+
+    def break_down(self, trace: Path) -> None:
+        """Find out where the time of its steps goes; `trace` is to be written."""
+        protocol = self._protocol
+        try:
+            self.breakdown = self._standing.break_down(
+                protocol.breakdown_steps,
+                profiled=protocol.profiled_steps,
+                trace=trace,
+                patience_s=self._patience_s(protocol.breakdown_steps + protocol.profiled_steps),
+            )
+        except RungFailed as failure:
+            # What was measured before stands.
+            self.notes.append(f"no breakdown: {failure}")
+
+    def hooks_us(self) -> float:
+        """Microseconds that the hooks of a step take in its process where no plugin has any."""
+        return self._standing.hooks_us(patience_s=self._protocol.patience_s)
+
+    @property
+    def _standing(self) -> Worker:
+        assert self._worker is not None, "set_up comes first"
+        return self._worker
+
+    def _patience_s(self, steps: int) -> float:
+        return self._protocol.patience_s + 10 * self.step_s * steps
 
     def fail(self, reason: str) -> None:
         """End it; the others need its memory."""
         self.failure = reason
+        self.close()
+
+    def close(self) -> None:
+        """End its process; what it measured stays."""
         if self._worker is not None:
             self._worker.close()
+
+    def _fail_as(self, failure: RungFailed) -> None:
+        self.out_of_memory = failure.out_of_memory
+        self.fail(str(failure))
 
     def _keep(self, lap: Lap) -> None:
         self.losses += lap.losses
         self.notes += lap.notes
+        self._last = lap

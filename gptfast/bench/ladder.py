@@ -1,82 +1,164 @@
-"""The ladder: the baseline, then each plugin of the profile added in turn, measured.
+"""Which rungs there are: the ladder, and the profile with one plugin left out at a time.
 
-All rungs stand at the same time, each in its own process, and one of them computes at a time: they
-are built and warmed up one after the other, then take turns, a round each, until all have done
-theirs. A rung that cannot run here becomes a row with its reason, and the rungs above it are built
-without its plugin.
+A rung that cannot run here becomes a row with its reason, and the rungs above it are built without
+its plugin.
 """
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from statistics import median
 
 import gptfast
 from gptfast import registry
-from gptfast.bench.attempt import Attempt, Start
+from gptfast.bench.attempt import BASELINE, Attempt, Start
+from gptfast.bench.conditions import Conditions, conditions
 from gptfast.bench.messages import MachineFacts
+from gptfast.bench.overhead import Overhead, measure_overhead
 from gptfast.bench.process import WorkerProcess
-from gptfast.bench.record import BaselineAgain, Bench, Load, Protocol
-from gptfast.bench.rows import rows, warnings
+from gptfast.bench.published import published
+from gptfast.bench.record import LADDER, LEAVE_ONE_OUT, BaselineAgain, Bench, Protocol
+from gptfast.bench.rows import control_of, foreign_cpus, rows, warnings
+from gptfast.bench.sitting import Sitting, Tell, told
 from gptfast.config import Loaded
 from gptfast.errors import GptfastError
 from gptfast.plugin import Profile
 from gptfast.registry import Enabled
 
-Tell = Callable[[str], None]
-"""Told in one line what is happening."""
+FULL = "full"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What one bench is bound to: a profile whose data is there, a machine, and processes on it."""
+
+    profile: Profile
+    facts: MachineFacts
+    protocol: Protocol
+    start: Start
+    tell: Tell
+    look: Callable[[], Conditions]
+    """What state the machine is in now."""
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+    """Plugins that do not run here, with the reasons, where that was asked."""
+    trace: Callable[[str], Path] | None = None
+    """Where the trace of a rung of this name goes; None: no breakdown."""
 
 
 def bench(
-    loaded: Loaded, *, device: str = "auto", protocol: Protocol | None = None, tell: Tell
+    loaded: Loaded,
+    *,
+    kind: str = LADDER,
+    device: str = "auto",
+    protocol: Protocol | None = None,
+    traces: Path | None = None,
+    tell: Tell,
 ) -> Bench:
-    """Measure the ladder of a profile.
+    """Measure the ladder of a profile, or the profile with one plugin left out at a time.
+
+    Args:
+        kind: LADDER or LEAVE_ONE_OUT.
+        traces: an existing folder; where the time goes is found out too, with a trace of each rung
+            in it.
 
     Raises:
         Refused: profile, data or device allow no run.
         GptfastError: not even the baseline runs.
     """
-    protocol = protocol or Protocol()
-    load_before = load_average()
     planned = registry.plan(loaded.profile, origins=loaded.origins)
+    order = ladder_order(planned, [*published().order, *loaded.profile.plugins])
+    without = kind == LEAVE_ONE_OUT
+    with bound(loaded, device=device, protocol=protocol, tell=tell, unsupported=without) as there:
+        if traces is not None:
+            there = replace(there, trace=lambda name: traces / f"{_slug(name)}.json.gz")
+        return measure_without(there, order) if without else measure(there, order)
+
+
+def overhead(
+    loaded: Loaded, *, device: str = "auto", protocol: Protocol | None = None, tell: Tell
+) -> Overhead:
+    """Measure what the trainer costs without a plugin, against the bare loop.
+
+    Raises:
+        Refused: profile, data or device allow no run.
+        GptfastError: one of the two does not run.
+    """
+    bare = replace(loaded, profile=loaded.profile.replace({"plugins": {}}))
+    with bound(bare, device=device, protocol=protocol, tell=tell) as there:
+        return measure_overhead(
+            there.profile,
+            facts=there.facts,
+            protocol=there.protocol,
+            start=there.start,
+            tell=tell,
+        )
+
+
+@contextmanager
+def bound(
+    loaded: Loaded,
+    *,
+    device: str,
+    protocol: Protocol | None = None,
+    unsupported: bool = False,
+    tell: Tell,
+) -> Iterator[Bound]:
+    """What a bench is bound to.
+
+    Args:
+        unsupported: whether to ask which plugins do not run here.
+
+    Raises:
+        Refused: data or device allow no run.
+    """
+    protocol = protocol or Protocol()
     data = Path(loaded.profile.data.path).absolute()
     profile = loaded.profile.replace({"data.path": str(data)})
     with tempfile.TemporaryDirectory(prefix="gptfast-bench-") as scratch:
+        # It ends before the first rung begins: a GPU keeps memory for each process.
         with worker_process(Path(scratch), "machine") as worker:
             facts = worker.machine(profile, device=device, patience_s=protocol.patience_s)
-        return measure(
-            profile,
-            ladder_order(planned, list(profile.plugins)),
+            skipped = (
+                worker.supports(profile, device=device, patience_s=protocol.patience_s)
+                if unsupported
+                else {}
+            )
+        yield Bound(
+            profile=profile,
             facts=facts,
             protocol=protocol,
             start=lambda name: worker_process(Path(scratch), name),
             tell=tell,
-            load_before=load_before,
+            look=lambda: conditions(facts.uuid),
+            unsupported=skipped,
         )
 
 
 @contextmanager
 def worker_process(scratch: Path, name: str) -> Iterator[WorkerProcess]:
     """A worker with a folder of its own in `scratch`."""
-    with WorkerProcess(Path(tempfile.mkdtemp(prefix=f"{name}-", dir=scratch))) as worker:
+    with WorkerProcess(Path(tempfile.mkdtemp(prefix=f"{_slug(name)}-", dir=scratch))) as worker:
         yield worker
 
 
-def load_average() -> float | None:
-    """Of the last minute; None where the system has none."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+def _slug(name: str) -> str:
+    """A rung's name as that of a file."""
+    return name.replace("+ ", "with-").replace("- ", "without-").replace(" ", "-")
 
 
 def ladder_order(planned: Sequence[Enabled], names: Sequence[str]) -> list[Enabled]:
-    """Plugins in the order in which the rungs add them: as the profile lists them, each put off
-    until what it requires is on."""
+    """Plugins in the order in which the rungs add them: as `names` first has them, each put off
+    until what it requires is on.
+
+    Args:
+        names: all of the plugins, perhaps others too.
+    """
     by_name = {enabled.name: enabled for enabled in planned}
-    left = [by_name[name] for name in names]
+    left = [by_name[name] for name in dict.fromkeys(names) if name in by_name]
     order: list[Enabled] = []
     while left:
         on = {enabled.name for enabled in order}
@@ -86,97 +168,120 @@ def ladder_order(planned: Sequence[Enabled], names: Sequence[str]) -> list[Enabl
     return order
 
 
-def measure(
-    profile: Profile,
-    order: Sequence[Enabled],
-    *,
-    facts: MachineFacts,
-    protocol: Protocol,
-    start: Start,
-    tell: Tell,
-    load_before: float | None = None,
-) -> Bench:
-    """The ladder of `order`, each rung in a worker from `start`.
+def measure(there: Bound, order: Sequence[Enabled]) -> Bench:
+    """The ladder of `order`: the baseline, then each plugin added in turn.
 
     Raises:
         GptfastError: not even the baseline runs.
     """
-    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    with ExitStack() as workers:
 
-        def stand(added: Enabled | None, below: Sequence[Enabled]) -> Attempt:
-            attempt = Attempt(added, [*below, added] if added else below, protocol)
-            below_names = {enabled.name for enabled in below}
-            missing = set(added.plugin.requires) - below_names if added else set()
+    def climb(sitting: Sitting, baseline: Attempt) -> list[Attempt]:
+        attempts: list[Attempt] = []
+        below = baseline
+        for added in order:
+            attempt = Attempt(
+                f"+ {added.name}", [*below.on, added], there.protocol, judged=added, other=below
+            )
+            missing = set(added.plugin.requires) - {enabled.name for enabled in below.on}
             if missing:
                 attempt.fail(f"requires {', '.join(sorted(missing))}, which cannot run here")
+                there.tell(told(attempt))
             else:
-                worker = workers.enter_context(start(added.name if added else attempt.name))
-                attempt.set_up(worker, profile, device=facts.device)
-            tell(_told(attempt))
-            return attempt
+                sitting.seat(attempt, beside=[baseline, below])
+            attempts.append(attempt)
+            below = below if attempt.failure else attempt
+        return attempts
 
-        baseline = stand(None, [])
-        opening = baseline.laps(protocol.control_rounds)
-        _check(baseline)
-        attempts = [baseline]
-        for added in order:
-            below = [attempt for attempt in attempts if attempt.failure is None][-1]
-            attempts.append(stand(added, below.on))
-        standing = [attempt for attempt in attempts if attempt.failure is None]
-        tell(_plan(standing, protocol))
-        for number in range(protocol.rounds):
-            # Up the ladder and down again, so that a machine that slows within a round favours
-            # no rung.
-            for attempt in standing if number % 2 == 0 else reversed(standing):
-                if attempt.failure is None:
-                    attempt.turn()
-                    if attempt.failure is not None:
-                        tell(_told(attempt))
-            _check(baseline)
-        closing = baseline.laps(protocol.control_rounds)
+    return _measured(there, LADDER, climb)
 
-    again = None
-    if len(closing) == len(opening):
-        again = BaselineAgain(
-            median(lap.step_ms for lap in opening), median(lap.step_ms for lap in closing)
+
+def measure_without(there: Bound, order: Sequence[Enabled]) -> Bench:
+    """The baseline, the whole profile, and the profile with one plugin left out at a time.
+
+    Raises:
+        GptfastError: not even the baseline runs, or not the whole profile.
+    """
+    able = [enabled for enabled in order if enabled.name not in there.unsupported]
+
+    def leave_out(sitting: Sitting, baseline: Attempt) -> list[Attempt]:
+        full = Attempt(FULL, able, there.protocol, other=baseline)
+        sitting.seat(full, beside=[baseline])
+        if full.failure is not None:
+            raise GptfastError(
+                f"the whole profile does not run here: {full.failure}: nothing can be left out of "
+                "it; see gptfast bench without --leave-one-out for which plugin it is"
+            )
+        attempts = [full]
+        for out in order:
+            rest = without(out, able)
+            attempt = Attempt(f"- {out.name}", rest, there.protocol, judged=out, other=full)
+            if out in able:
+                sitting.seat(attempt, beside=[baseline, full])
+            else:
+                attempt.fail(there.unsupported[out.name])
+            attempts.append(attempt)
+        return attempts
+
+    return _measured(there, LEAVE_ONE_OUT, leave_out)
+
+
+def without(out: Enabled, plugins: Sequence[Enabled]) -> list[Enabled]:
+    """The plugins that stay on without one: not those that require it either."""
+    gone = {out.name}
+    while more := {e.name for e in plugins if gone & set(e.plugin.requires)} - gone:
+        gone |= more
+    return [enabled for enabled in plugins if enabled.name not in gone]
+
+
+def _measured(
+    there: Bound, kind: str, seat_all: Callable[[Sitting, Attempt], list[Attempt]]
+) -> Bench:
+    """The protocol around any set of rungs: the baseline is first and last, and between them
+    `seat_all` seats the others and gives them in the order of the rows."""
+    facts, protocol = there.facts, there.protocol
+    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    before = there.look()
+    baseline = Attempt(BASELINE, [], protocol)
+    again: Attempt | None = None
+    with ExitStack() as workers:
+        sitting = Sitting(
+            there.profile,
+            device=facts.device,
+            protocol=protocol,
+            workers=workers,
+            start=there.start,
+            tell=there.tell,
+            farewell=lambda attempt: None if attempt is again else _break_down(attempt, there),
         )
-    load = Load(load_before, load_average())
-    return Bench(
+        sitting.seat(baseline)
+        opening = sitting.alone(baseline)
+        if protocol.control or not facts.device.startswith("cpu"):
+            again = Attempt(f"{BASELINE} again", [], protocol, other=baseline)
+            sitting.seat(again, beside=[baseline])
+        attempts = [baseline, *seat_all(sitting, baseline)]
+        sitting.finish()
+        closing = sitting.alone(baseline)
+        sitting.dismiss()
+    control = control_of(again, baseline, protocol)
+    result = Bench(
+        kind=kind,
         gptfast=gptfast.__version__,
         started=started,
         machine=facts,
-        load=load,
-        profile=profile.model_dump(mode="json"),
+        before=before,
+        after=there.look(),
+        foreign_cpus=foreign_cpus(baseline),
+        profile=there.profile.model_dump(mode="json"),
         protocol=protocol,
-        rungs=rows(attempts, facts=facts, protocol=protocol),
-        baseline_again=again,
-        warnings=warnings(attempts, again, load, cores=facts.cpu_count, protocol=protocol),
+        rungs=rows(attempts, facts=facts, protocol=protocol, control=control),
+        baseline_again=BaselineAgain(opening, closing) if opening and closing else None,
+        control=control,
+        warnings=[],
     )
+    return replace(result, warnings=warnings(result, attempts))
 
 
-def _check(baseline: Attempt) -> None:
-    if baseline.failure is not None:
-        raise GptfastError(
-            f"not even the baseline runs here: {baseline.failure}: nothing was measured; "
-            "try the profile with gptfast train first, or a smaller batch"
-        )
-
-
-def _told(attempt: Attempt) -> str:
-    if attempt.failure is not None:
-        return f"{attempt.name} cannot run here: {attempt.failure}"
-    warmup = attempt.warmup
-    return (
-        f"{attempt.name}: {attempt.step_s * 1e3:.1f} ms/step after a warm-up of {warmup.steps} "
-        f"steps, {warmup.compile_s:.1f} s in it for compiling and first calls"
-    )
-
-
-def _plan(standing: Sequence[Attempt], protocol: Protocol) -> str:
-    steps = protocol.rounds * (protocol.lead_in + protocol.steps)
-    seconds = steps * sum(attempt.step_s for attempt in standing)
-    return (
-        f"measuring {len(standing)} rungs by turns, {protocol.rounds} rounds of {protocol.steps} "
-        f"steps each: about {seconds:.0f} s"
-    )
+def _break_down(attempt: Attempt, there: Bound) -> None:
+    if there.trace is not None:
+        there.tell(f"{attempt.name}: where the time goes")
+        attempt.break_down(there.trace(attempt.name))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
 
 T = TypeVar("T")
 
@@ -30,6 +32,10 @@ class MachineFacts:
     """Measured matmul peak, per second."""
     peak_dtype: str
     """In which it was measured."""
+    usable_cpus: int
+    """Those that this process may run on."""
+    uuid: str | None
+    """Of the GPU, as its driver knows it."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,18 @@ class Built:
 
 
 @dataclass(frozen=True)
+class Footprint:
+    """Memory of a rung, where its weights are."""
+
+    rest_bytes: int
+    """Held between laps."""
+    peak_bytes: int
+    """Most that was held within a lap."""
+    free_bytes: int | None
+    """What was left for others after the lap; None: the system does not say."""
+
+
+@dataclass(frozen=True)
 class Lap:
     """Steps done in a row.
 
@@ -59,6 +77,9 @@ class Lap:
         memory_bytes: peak of the device's allocator in these steps, or of the process so far.
         n_micro: micro-batches in a step.
         notes: what plugins had to say since the last lap.
+        foreign_cpus: mean number of cores that other programs kept busy in these steps, those of
+            a virtual machine's neighbours included; None: the system does not say.
+        footprint: the memory that the rung takes.
     """
 
     steps: int
@@ -70,16 +91,60 @@ class Lap:
     memory_bytes: int | None
     n_micro: int
     notes: list[str]
+    foreign_cpus: float | None
+    footprint: Footprint
 
     @property
     def step_ms(self) -> float:
         return self.seconds / self.steps * 1e3
 
 
+@dataclass(frozen=True)
+class Operator:
+    """What one kernel of the device, or one operator on a CPU, takes of a step."""
+
+    name: str
+    ms: float
+    """Within it alone, without what it calls, per step."""
+    calls: float
+    """Per step."""
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Where the time of a step goes, in ms."""
+
+    step_ms: float
+    data_ms: float
+    """Waiting for the windows."""
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    """From the end of the last backward pass to the update: unscaling, clipping, stepping."""
+    rest_ms: float
+    """Hooks, copies to the device, book-keeping."""
+    operators: list[Operator]
+    """The largest, of a few steps under torch's profiler, which slows them."""
+    trace: str | None = None
+    """File with the trace of these steps, for Perfetto."""
+
+
 class RungFailed(Exception):
-    """A rung that cannot run here, with the reason in one line."""
+    """A rung that cannot run here, with the reason in one line.
+
+    Args:
+        out_of_memory: whether it may be for lack of memory, which others may have taken.
+    """
+
+    def __init__(self, reason: str, *, out_of_memory: bool = False) -> None:
+        super().__init__(reason)
+        self.out_of_memory = out_of_memory
 
 
-def parse(kind: type[T], answer: dict[str, Any]) -> T:
-    """The record of an answer."""
-    return kind(**{field.name: answer[field.name] for field in fields(kind)})  # type: ignore[arg-type]  # T is a dataclass
+def parse(kind: type[T], answer: Any) -> T:
+    """The record of an answer.
+
+    Raises:
+        ValidationError: the answer is not of that kind.
+    """
+    return TypeAdapter(kind).validate_python(answer)

@@ -15,7 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from gptfast.bench.messages import Built, Lap, MachineFacts, RungFailed, parse
+from gptfast.bench.messages import (
+    Breakdown,
+    Built,
+    Lap,
+    MachineFacts,
+    RungFailed,
+    parse,
+)
 from gptfast.errors import GptfastError, Refused
 from gptfast.profile import Profile
 
@@ -67,18 +74,24 @@ class WorkerProcess:
             GptfastError: the run that the profile asks for is impossible here; Refused before work.
         """
         request = {"do": "machine", "profile": profile.model_dump(mode="json"), "device": device}
-        try:
-            answer = self._ask(request, patience_s)
-        except RungFailed as failure:
-            raise GptfastError(f"bench: {failure}") from failure
-        if "failed" in answer:
-            raise (Refused if answer["exit_code"] == 2 else GptfastError)(answer["failed"])
-        return parse(MachineFacts, answer)
+        return parse(MachineFacts, self._ask_first(request, patience_s))
+
+    def supports(self, profile: Profile, *, device: str, patience_s: float) -> dict[str, str]:
+        """The plugins of the profile that this machine does not support, with the reasons.
+
+        Raises:
+            GptfastError: the question could not be answered.
+        """
+        request = {"do": "supports", "profile": profile.model_dump(mode="json"), "device": device}
+        return parse(dict[str, str], self._ask_first(request, patience_s)["skipped"])
 
     def build(
-        self, profile: Profile, *, device: str, plugin: str | None, patience_s: float
+        self, profile: Profile, *, device: str, plugin: str | None, bare: bool, patience_s: float
     ) -> Built:
         """Build the rung's trainer; `plugin` is the one that it adds.
+
+        Args:
+            bare: the hand-written loop instead of the trainer.
 
         Raises:
             RungFailed: it cannot be built here.
@@ -88,6 +101,7 @@ class WorkerProcess:
             "profile": profile.model_dump(mode="json"),
             "device": device,
             "plugin": plugin,
+            "bare": bare,
         }
         return parse(Built, self._must(self._ask(request, patience_s)))
 
@@ -99,6 +113,24 @@ class WorkerProcess:
         """
         request = {"do": "advance", "steps": steps, "lead_in": lead_in}
         return parse(Lap, self._must(self._ask(request, patience_s)))
+
+    def break_down(self, steps: int, *, profiled: int, trace: Path, patience_s: float) -> Breakdown:
+        """Find out where the time of a step goes; `trace` is to be written.
+
+        Raises:
+            RungFailed: as of `advance`.
+        """
+        request = {"do": "break_down", "steps": steps, "profiled": profiled, "trace": str(trace)}
+        return parse(Breakdown, self._must(self._ask(request, patience_s)))
+
+    def hooks_us(self, *, patience_s: float) -> float:
+        """What the hooks of a step cost without a plugin.
+
+        Raises:
+            RungFailed: as of `advance`.
+        """
+        answer = self._must(self._ask({"do": "hooks"}, patience_s))
+        return parse(float, answer["microseconds"])
 
     def close(self, *, farewell_s: float = FAREWELL_S) -> None:
         """End the process: in its own time within `farewell_s`, then with its whole group.
@@ -129,7 +161,7 @@ class WorkerProcess:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
-            raise RungFailed(self._obituary()) from error
+            raise self._lost() from error
         give_up = time.monotonic() + patience_s
         ended = False
         while True:
@@ -139,15 +171,34 @@ class WorkerProcess:
             except queue.Empty:
                 # Once more after the end, for an answer that was still in the pipe.
                 if ended:
-                    raise RungFailed(self._obituary()) from None
+                    raise self._lost() from None
                 ended = self._process.poll() is not None
                 if time.monotonic() > give_up:
                     raise RungFailed(f"no answer for {patience_s:.0f} s") from None
 
+    def _ask_first(self, request: dict[str, Any], patience_s: float) -> dict[str, Any]:
+        """Before any rung: a failure is that of the command.
+
+        Raises:
+            GptfastError: the run that the profile asks for is impossible here; Refused before work.
+        """
+        try:
+            answer = self._ask(request, patience_s)
+        except RungFailed as failure:
+            raise GptfastError(f"bench: {failure}") from failure
+        if "failed" in answer:
+            raise (Refused if answer["exit_code"] == 2 else GptfastError)(answer["failed"])
+        return answer
+
     def _must(self, answer: dict[str, Any]) -> dict[str, Any]:
         if "failed" in answer:
-            raise RungFailed(answer["failed"])
+            raise RungFailed(answer["failed"], out_of_memory=answer["out_of_memory"])
         return answer
+
+    def _lost(self) -> RungFailed:
+        # Nobody but Linux kills so without having been asked: when the host has no memory left.
+        killed = sys.platform != "win32" and self._process.wait() == -signal.SIGKILL
+        return RungFailed(self._obituary(), out_of_memory=killed)
 
     def _obituary(self) -> str:
         """How the process ended, with the last line that it printed."""

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from gptfast.bench.messages import MachineFacts
+from pydantic import TypeAdapter, ValidationError
 
-FORMAT = 1
+from gptfast.bench.conditions import Conditions
+from gptfast.bench.messages import Breakdown, MachineFacts
+from gptfast.errors import Refused
+
+FORMAT = 2
 """Version of the JSON document; a reader refuses one that it does not know."""
+
+LADDER, LEAVE_ONE_OUT = "ladder", "leave-one-out"
 
 
 @dataclass(frozen=True)
@@ -19,7 +26,7 @@ class Protocol:
     steps: int = 10
     """Steps of a round, on the clock."""
     rounds: int = 10
-    """Rounds of each rung; all rungs do one before any does the next."""
+    """Rounds of each rung; all that stand do one before any does the next."""
     lead_in: int = 2
     """Steps before each round that are not on the clock: the rung before has had the caches."""
     warmup_window: int = 3
@@ -38,19 +45,33 @@ class Protocol:
     """Relative change of the baseline from start to end above which there is a warning."""
     max_spread: float = 0.2
     """Of the baseline's rounds, (slowest - fastest) / median, above which there is a warning."""
+    max_foreign: float = 0.1
+    """Share of all cores that other programs may take before there is a warning."""
+    noise_factor: float = 3.0
+    """Where a device adds in any order, `exact` allows so many times what two runs of the baseline
+    differ by. Chosen: two runs are one sample of a difference that grows from step to step."""
+    control: bool = False
+    """Whether the baseline is measured twice. It always is where the device adds in any order."""
+    breakdown_steps: int = 10
+    """Steps in which the time of a step is divided up."""
+    profiled_steps: int = 3
+    """Steps under torch's profiler."""
     patience_s: float = 900.0
     """Longest wait for building a rung or for one step of its warm-up, which may compile."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast as another rung: median over the pairs of rounds, and its interval."""
+    """How many times as fast as another rung, and the interval of that."""
 
     times: float
+    """Median over the pairs of rounds; where there are none, ratio of the medians."""
     low: float
     high: float
     significant: bool
     """False: the interval holds 1, there is no significant difference."""
+    paired: bool = True
+    """Whether rounds were compared that were neighbours in time."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +101,14 @@ class Drift:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A plugin's claim, tested against the rung before."""
+    """A plugin's claim, tested against the rung that differs by it."""
 
     claim: str
     """ "exact", "rounding" or "recipe"."""
     tolerance: float
     """The plugin's own; 0: equal bits."""
     allowed: float | None
-    """Largest drift from the rung before that keeps the claim; None: not judged by drift."""
+    """Largest drift from the other rung that keeps the claim; None: not judged by drift."""
     verdict: str
     """ "kept", "broken", or "recipe": judged by the loss at equal time, not here."""
 
@@ -98,7 +119,7 @@ class Rung:
 
     name: str
     plugin: str | None
-    """The plugin that it adds; None: the baseline."""
+    """The plugin that it adds or leaves out; None: the baseline or the whole profile."""
     package: str | None
     version: str | None
     ran: bool
@@ -109,11 +130,14 @@ class Rung:
     detail: str | None = None
     """How the plugin runs here, in its words."""
     before: str | None = None
-    """The rung that it is compared with: the one before it that ran."""
+    """The rung that it is compared with: in a ladder the one before it that ran, where one is left
+    out the whole profile."""
     step_ms: float | None = None
     """Median over the rounds."""
     round_step_ms: list[float] | None = None
     """Mean step of each round."""
+    round_numbers: list[int] | None = None
+    """When each round was, counted over the whole bench: equal numbers are neighbours in time."""
     over_baseline: Ratio | None = None
     over_before: Ratio | None = None
     tokens_per_s: float | None = None
@@ -126,7 +150,7 @@ class Rung:
     n_micro: int | None = None
     warmup: Warmup | None = None
     pays_back_steps: int | None = None
-    """Steps after which the longer warm-up has paid against the rung before. None: not faster."""
+    """Steps after which the longer warm-up that the plugin brings has paid. None: not faster."""
     loss: float | None = None
     """Of the last step that every rung did."""
     losses: list[float] | None = None
@@ -139,14 +163,17 @@ class Rung:
     """From the rung before."""
     verdict: Verdict | None = None
     notes: list[str] | None = None
+    breakdown: Breakdown | None = None
+    """Where the time of a step goes; None: not asked."""
 
 
 @dataclass(frozen=True)
-class Load:
-    """Load averages over one minute; None where the system has none."""
+class Control:
+    """The baseline measured twice, each time in a process of its own: what nothing brings."""
 
-    before: float | None
-    after: float | None
+    over_baseline: Ratio
+    drift: Drift
+    """Of its losses from those of the first: how far a device that adds in any order is off."""
 
 
 @dataclass(frozen=True)
@@ -165,16 +192,23 @@ class BaselineAgain:
 class Bench:
     """The whole result."""
 
+    kind: str
+    """ "ladder" or "leave-one-out"."""
     gptfast: str
     started: str
     """UTC, ISO 8601."""
     machine: MachineFacts
-    load: Load
+    before: Conditions
+    after: Conditions
+    foreign_cpus: float | None
+    """Median number of cores that others kept busy in the baseline's rounds."""
     profile: dict[str, Any]
     protocol: Protocol
     rungs: list[Rung]
     baseline_again: BaselineAgain | None
     """None: it could not be measured again."""
+    control: Control | None
+    """None: not asked, or it could not be measured."""
     warnings: list[str]
     format: int = FORMAT
 
@@ -184,3 +218,30 @@ class Bench:
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+
+
+def read(path: Path) -> Bench:
+    """A bench that was kept: its `bench.json`, or the folder of it.
+
+    Raises:
+        Refused: it cannot be read, is no such file, or of another format.
+    """
+    path = path / "bench.json" if path.is_dir() else path
+    try:
+        document = json.loads(path.read_bytes())
+    except OSError as error:
+        raise Refused(f"{path}: cannot be read ({error.strerror}): name a bench.json") from error
+    except ValueError as error:
+        raise Refused(f"{path}: no JSON ({error}): name a bench.json") from error
+    found = document.get("format") if isinstance(document, dict) else None
+    if found != FORMAT:
+        raise Refused(
+            f"{path}: format {found}, and this gptfast reads {FORMAT}: measure again, or use the "
+            "gptfast that wrote it"
+        )
+    try:
+        return TypeAdapter(Bench).validate_python(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Refused(f"{path}: {where}: {first['msg']}: measure again") from error

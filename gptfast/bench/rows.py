@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
 from gptfast.bench.attempt import Attempt
+from gptfast.bench.conditions import Conditions
 from gptfast.bench.messages import MachineFacts
-from gptfast.bench.record import BaselineAgain, Load, Protocol, Rung
+from gptfast.bench.record import BaselineAgain, Bench, Control, Protocol, Rung
 from gptfast.bench.statistics import (
     drift,
     drift_allowed,
     judge,
+    order_slack,
     pays_back_steps,
     ratio,
     spread,
@@ -20,126 +22,197 @@ from gptfast.bench.statistics import (
 
 FEWEST_ROUNDS = 6
 """With fewer pairs not even the interval from the lowest to the highest covers 95 %."""
+BUSY_GPU_PERCENT = 10.0
+"""A desktop's own pictures take a few."""
 
 
-def rows(attempts: Sequence[Attempt], *, facts: MachineFacts, protocol: Protocol) -> list[Rung]:
-    """A row for each rung, also for those that cannot run here, in the order of the ladder."""
+def control_of(again: Attempt | None, baseline: Attempt, protocol: Protocol) -> Control | None:
+    """What a second run of the baseline says; None: there was none, or it did not run."""
+    if again is None or not again.ran:
+        return None
+    return Control(
+        over_baseline=ratio(baseline.round_step_ms, again.round_step_ms, protocol),
+        drift=drift(again.losses, baseline.losses),
+    )
+
+
+def rows(
+    attempts: Sequence[Attempt],
+    *,
+    facts: MachineFacts,
+    protocol: Protocol,
+    control: Control | None = None,
+) -> list[Rung]:
+    """A row for each rung, also for those that cannot run here. The baseline is the first."""
     kind = facts.device.partition(":")[0]
-    ran = [attempt for attempt in attempts if attempt.ran]
-    common = min(len(attempt.losses) for attempt in ran)
-    table: list[Rung] = []
-    before: Attempt | None = None
+    slack = order_slack(kind, control.drift if control else None, protocol)
+    common = min(len(attempt.losses) for attempt in attempts if attempt.ran)
+    table = []
     for attempt in attempts:
-        added = attempt.added
+        judged = attempt.judged
         row = Rung(
             name=attempt.name,
-            plugin=added.name if added else None,
-            package=added.package if added else None,
-            version=added.version if added else None,
+            plugin=judged.name if judged else None,
+            package=judged.package if judged else None,
+            version=judged.version if judged else None,
             ran=attempt.ran,
             reason=None if attempt.ran else attempt.failure,
         )
         if attempt.ran:
             row = _measured(row, attempt, common=common, peak_flops=facts.peak_flops)
-            if before is not None:
-                row = _compared(row, attempt, before, ran[0], protocol, device=kind)
-            before = attempt
+            if attempt.other is not None:
+                row = _compared(row, attempt, _ran(attempt.other), attempts[0], protocol)
+                row = _judged(row, attempt, _ran(attempt.other), slack=slack)
         table.append(row)
     return table
 
 
+def _ran(attempt: Attempt) -> Attempt:
+    """The nearest below that did its rounds."""
+    while not attempt.ran:
+        assert attempt.other is not None, "without the baseline nothing is measured"
+        attempt = attempt.other
+    return attempt
+
+
 def _measured(row: Rung, attempt: Attempt, *, common: int, peak_flops: float) -> Rung:
     """With what the rung says by itself."""
-    tokens_per_s = median(lap.tokens / lap.seconds for lap in attempt.rounds)
-    memory = [lap.memory_bytes for lap in attempt.rounds if lap.memory_bytes is not None]
+    laps = list(attempt.rounds.values())
+    tokens_per_s = median(lap.tokens / lap.seconds for lap in laps)
+    memory = [lap.memory_bytes for lap in laps if lap.memory_bytes is not None]
     return replace(
         row,
         plugins=attempt.built.plugins,
         detail=attempt.built.detail,
         step_ms=attempt.step_ms,
-        round_step_ms=attempt.round_step_ms,
+        round_step_ms=list(attempt.round_step_ms.values()),
+        round_numbers=list(attempt.rounds),
         tokens_per_s=tokens_per_s,
         peak_share=tokens_per_s * attempt.built.flops_per_token / peak_flops,
-        data_wait_ms=median(lap.data_wait_ms for lap in attempt.rounds),
+        data_wait_ms=median(lap.data_wait_ms for lap in laps),
         memory_bytes=max(memory, default=None),
-        n_micro=attempt.rounds[-1].n_micro,
+        n_micro=laps[-1].n_micro,
         warmup=attempt.warmup,
         loss=attempt.losses[common - 1],
         losses=attempt.losses,
         notes=attempt.notes,
+        breakdown=attempt.breakdown,
     )
 
 
 def _compared(
-    row: Rung,
-    attempt: Attempt,
-    before: Attempt,
-    baseline: Attempt,
-    protocol: Protocol,
-    *,
-    device: str,
+    row: Rung, attempt: Attempt, other: Attempt, baseline: Attempt, protocol: Protocol
 ) -> Rung:
-    """With what it says beside the rung before and the baseline."""
-    assert attempt.added is not None
-    times = attempt.round_step_ms
-    over_before = ratio(before.round_step_ms, times, protocol)
-    faster = over_before.significant and over_before.times > 1
-    drift_before = drift(attempt.losses, before.losses)
+    """With its times beside those of the other rung and of the baseline."""
+    over_other = ratio(other.round_step_ms, attempt.round_step_ms, protocol)
+    # In a ladder the plugin is on in this rung, where one is left out in the other.
+    adds = len(attempt.on) > len(other.on)
+    gain = over_other.times - 1 if adds else 1 - over_other.times
+    with_it, without = (attempt, other) if adds else (other, attempt)
+    pays = over_other.significant and gain > 0 and attempt.judged is not None
     return replace(
         row,
-        before=before.name,
-        over_baseline=ratio(baseline.round_step_ms, times, protocol),
-        over_before=over_before,
+        before=other.name,
+        over_baseline=ratio(baseline.round_step_ms, attempt.round_step_ms, protocol),
+        over_before=over_other,
         pays_back_steps=pays_back_steps(
-            saved_ms=attempt.step_ms * (over_before.times - 1),
-            spent_s=attempt.warmup.compile_s - before.warmup.compile_s,
+            saved_ms=attempt.step_ms * gain,
+            spent_s=with_it.warmup.compile_s - without.warmup.compile_s,
         )
-        if faster
+        if pays
         else None,
         drift=drift(attempt.losses, baseline.losses),
         drift_allowed=drift_allowed(attempt.plugins),
-        drift_before=drift_before,
-        verdict=judge(attempt.added.plugin, before.plugins, drift_before, device=device),
+        drift_before=drift(attempt.losses, other.losses),
     )
 
 
-def warnings(
-    attempts: Sequence[Attempt],
-    again: BaselineAgain | None,
-    load: Load,
-    *,
-    cores: int,
-    protocol: Protocol,
-) -> list[str]:
+def _judged(row: Rung, attempt: Attempt, other: Attempt, *, slack: float) -> Rung:
+    """With the claim of the plugin by which the two differ."""
+    if attempt.judged is None:
+        return row
+    assert row.drift_before is not None, "it has been compared"
+    # One that is left out takes with it those that require it.
+    others = [one.plugin for one in (*attempt.on, *other.on) if one is not attempt.judged]
+    verdict = judge(attempt.judged.plugin, others, row.drift_before, slack=slack)
+    return replace(row, verdict=verdict)
+
+
+def foreign_cpus(baseline: Attempt) -> float | None:
+    """Cores that others kept busy in the baseline's rounds; None: the system does not say."""
+    seen = [lap.foreign_cpus for lap in baseline.rounds.values() if lap.foreign_cpus is not None]
+    return median(seen) if seen else None
+
+
+def warnings(result: Bench, attempts: Sequence[Attempt]) -> list[str]:
     """What makes the numbers less certain than they look, one line each."""
-    found = []
-    if load.before is not None and load.before > cores:
-        found.append(
-            f"the machine was busy before it began: load average {load.before:.1f} on {cores} "
-            "cores: repeat it when nothing else runs"
+    return [
+        *_busy(result.before, result.machine.cpu_count),
+        *_foreign(result),
+        *_unsteady(result.baseline_again, attempts[0], result.protocol),
+        *_uncertain(attempts, result),
+    ]
+
+
+def _busy(before: Conditions, cores: int) -> Iterator[str]:
+    if before.load_average > cores / 2:
+        yield (
+            f"the machine was busy before it began: load average {before.load_average:.1f} on "
+            f"{cores} cores: repeat it when nothing else runs"
         )
-    scatter = spread(attempts[0].round_step_ms)
+    busy = before.gpu.busy_percent if before.gpu else None
+    if busy is not None and busy > BUSY_GPU_PERCENT:
+        yield (
+            f"the GPU was busy before it began, {busy:.0f} % of the time: repeat it when nothing "
+            "else runs"
+        )
+
+
+def _foreign(result: Bench) -> Iterator[str]:
+    taken, cores = result.foreign_cpus, result.machine.cpu_count
+    if taken is not None and taken > result.protocol.max_foreign * cores:
+        yield (
+            f"other programs kept {taken:.1f} of {cores} cores busy meanwhile: the times are "
+            "theirs too"
+        )
+
+
+def _unsteady(again: BaselineAgain | None, baseline: Attempt, protocol: Protocol) -> Iterator[str]:
+    scatter = spread(list(baseline.round_step_ms.values()))
     if scatter > protocol.max_spread:
-        found.append(
+        yield (
             f"the baseline's rounds differ by {scatter:.0%} of their median, above "
             f"{protocol.max_spread:.0%}: something else was running, or use longer rounds (--steps)"
         )
     if again is None:
-        found.append("the baseline could not be measured again at the end: its drift is unknown")
+        yield "the baseline could not be measured again at the end: its drift is unknown"
     elif abs(again.drift) > protocol.max_baseline_drift:
-        found.append(
+        yield (
             f"the baseline drifted by {again.drift:+.1%} from start to end "
             f"({again.first_step_ms:.2f} -> {again.last_step_ms:.2f} ms/step), above "
             f"{protocol.max_baseline_drift:.0%}: the machine became slower or faster meanwhile"
         )
+
+
+def _uncertain(attempts: Sequence[Attempt], result: Bench) -> Iterator[str]:
+    protocol = result.protocol
     if protocol.rounds < FEWEST_ROUNDS:
-        found.append(
+        yield (
             f"{protocol.rounds} rounds are too few for an interval of {protocol.confidence:.0%}: "
             f"use --rounds {FEWEST_ROUNDS} or more"
         )
-    found += [
-        f"{attempt.name} was not steady after {attempt.warmup.steps} steps of warm-up"
-        for attempt in attempts
-        if attempt.ran and not attempt.warmup.steady
-    ]
-    return found
+    if result.control is not None and result.control.over_baseline.significant:
+        twice = result.control.over_baseline
+        yield (
+            f"the baseline measured twice differs from itself, x{twice.times:.3f} "
+            f"[{twice.low:.3f}, {twice.high:.3f}]: believe no ratio nearer to 1 than that"
+        )
+    for attempt in attempts:
+        if attempt.ran and not attempt.warmup.steady:
+            yield f"{attempt.name} was not steady after {attempt.warmup.steps} steps of warm-up"
+    for rung in result.rungs:
+        if rung.over_baseline is not None and not rung.over_baseline.paired:
+            yield (
+                f"{rung.name} did not fit beside the baseline: its ratio to it is of unpaired "
+                "rounds, and the machine's drift is in it"
+            )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from gptfast.bench.record import Drift, Protocol, Ratio, Verdict, Warmup
 from gptfast.plugin import Claim, Plugin, least_tolerance
+
+Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 
 def is_warm(seconds: Sequence[float], compiled: Sequence[int], protocol: Protocol) -> bool:
@@ -41,27 +45,67 @@ def warmup(
     )
 
 
-def ratio(reference: Sequence[float], rung: Sequence[float], protocol: Protocol) -> Ratio:
-    """How many times as fast as the reference: the median over pairs of rounds.
+def ratio(reference: Mapping[int, float], rung: Mapping[int, float], protocol: Protocol) -> Ratio:
+    """How many times as fast as the reference.
 
-    The interval is that of the bootstrap: pairs drawn with replacement, percentiles of the medians.
+    Rounds of one number were neighbours in time and are compared pair by pair. Rungs that never
+    took turns have none: then all rounds of one stand against all of the other, and what changed
+    on the machine between them is in the ratio.
 
     Args:
-        reference, rung: time of each round; the rounds of one number were neighbours in time.
+        reference, rung: number of each round -> time of its step.
+    """
+    common = sorted(reference.keys() & rung.keys())
+    if common:
+        return paired_ratio([reference[n] for n in common], [rung[n] for n in common], protocol)
+    return unpaired_ratio(list(reference.values()), list(rung.values()), protocol)
+
+
+def paired_ratio(reference: Sequence[float], rung: Sequence[float], protocol: Protocol) -> Ratio:
+    """The median over pairs, with its bootstrap interval: pairs are drawn with replacement, and
+    the interval is from percentile to percentile of the medians.
 
     Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 13.
     """
     pairs = np.asarray(reference) / np.asarray(rung)
-    generator = np.random.default_rng(protocol.bootstrap_seed)
-    drawn = generator.integers(len(pairs), size=(protocol.resamples, len(pairs)))
-    tail = (1.0 - protocol.confidence) / 2.0
-    low, high = np.quantile(np.median(pairs[drawn], axis=1), [tail, 1.0 - tail])
-    return Ratio(
-        times=float(np.median(pairs)),
-        low=float(low),
-        high=float(high),
-        significant=not low <= 1.0 <= high,
+    medians = resampled_medians(pairs, protocol, seed=0)
+    return from_resampled(float(np.median(pairs)), medians, protocol, paired=True)
+
+
+def unpaired_ratio(reference: Sequence[float], rung: Sequence[float], protocol: Protocol) -> Ratio:
+    """The ratio of the medians, with its bootstrap interval: each side is drawn for itself.
+
+    Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 8.
+    """
+    medians = resampled_medians(reference, protocol, seed=0) / resampled_medians(
+        rung, protocol, seed=1
     )
+    return from_resampled(median(reference) / median(rung), medians, protocol, paired=False)
+
+
+def resampled_medians(values: Sequence[float] | Floats, protocol: Protocol, *, seed: int) -> Floats:
+    """(resamples,) medians of as many values drawn with replacement.
+
+    Args:
+        seed: of the drawing; two that are put in relation take two.
+    """
+    generator = np.random.default_rng([protocol.bootstrap_seed, seed])
+    drawn = generator.integers(len(values), size=(protocol.resamples, len(values)))
+    medians: Floats = np.median(np.asarray(values)[drawn], axis=1)
+    return medians
+
+
+def from_resampled(times: float, resampled: Floats, protocol: Protocol, *, paired: bool) -> Ratio:
+    """A ratio with the interval from percentile to percentile of its resampled values."""
+    tail = (1.0 - protocol.confidence) / 2.0
+    low, high = map(float, np.quantile(resampled, [tail, 1.0 - tail]))
+    return Ratio(times, low, high, significant=not low <= 1.0 <= high, paired=paired)
+
+
+def widened(ratio: Ratio, by: float) -> Ratio:
+    """With an interval that allows for another factor of up to `1 + by` either way."""
+    low, high = ratio.low / (1.0 + by), ratio.high * (1.0 + by)
+    return replace(ratio, low=low, high=high, significant=not low <= 1.0 <= high)
 
 
 def pays_back_steps(*, saved_ms: float, spent_s: float) -> int:
@@ -87,24 +131,34 @@ def drift_allowed(plugins: Iterable[Plugin]) -> float | None:
     return sum(plugin.tolerance for plugin in plugins)
 
 
-def judge(plugin: Plugin, others: Iterable[Plugin], drift_before: Drift, *, device: str) -> Verdict:
-    """Whether a plugin kept its claim, by its drift from the rung before.
+def order_slack(kind: str, noise: Drift | None, protocol: Protocol) -> float:
+    """What equal bits come to on a kind of device.
+
+    Args:
+        noise: what two runs of the baseline differ by; None: not measured.
+    """
+    if kind == "cpu" or noise is None:
+        return least_tolerance(kind)
+    return noise.largest * protocol.noise_factor
+
+
+def judge(plugin: Plugin, others: Iterable[Plugin], drift: Drift, *, slack: float) -> Verdict:
+    """Whether a plugin kept its claim, by the drift between two rungs that differ by it.
 
     A tolerance of 0 asks for equal bits, where the device adds in one order. Any other allows the
     largest tolerance among the plugins on: where the arithmetic is bfloat16, another order of the
     same sums shows as bfloat16's rounding, however small it is in float32.
 
     Args:
-        others: the plugins that were on in the rung before.
-        device: kind of the device.
+        others: the other plugins of the two rungs.
+        slack: what equal bits come to on this device.
     """
-    allowed: float | None = max(plugin.tolerance, least_tolerance(device))
     if plugin.claim is Claim.RECIPE:
-        allowed, verdict = None, "recipe"
-    else:
-        if plugin.tolerance > 0:
-            allowed = max([allowed or 0.0, *(other.tolerance for other in others)])
-        verdict = "kept" if drift_before.largest <= (allowed or 0.0) else "broken"
+        return Verdict(plugin.claim.value, plugin.tolerance, None, "recipe")
+    allowed = max(plugin.tolerance, slack)
+    if plugin.tolerance > 0:
+        allowed = max([allowed, *(other.tolerance for other in others)])
+    verdict = "kept" if drift.largest <= allowed else "broken"
     return Verdict(plugin.claim.value, plugin.tolerance, allowed, verdict)
 
 

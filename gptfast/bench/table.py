@@ -1,15 +1,22 @@
-"""The result as a table of text, with as many columns as fit, and what is to be said below it."""
+"""The result as tables of text, with as many columns as fit, and what is to be said below them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gptfast.bench.record import Bench, Ratio, Rung
+from gptfast.bench.compare import Comparison
+from gptfast.bench.overhead import ALLOWED, ALLOWED_HOOKS_US, Overhead
+from gptfast.bench.published import Ladder, published
+from gptfast.bench.record import LADDER, Bench, Ratio, Rung
 
 MIB = 2**20
 GAP = 3
 """Blanks that a table puts between two columns, at most."""
+
+Rows = list[list[str | None]]
+Table = tuple[list[str], Rows]
+"""Titles of the columns, and the rows."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +28,8 @@ class Column:
     """The column of the highest rank goes first where there is no room."""
 
 
-def _ratio(ratio: Ratio | None) -> str | None:
+def ratio_cell(ratio: Ratio | None) -> str | None:
+    """`1.20 [1.09, 1.29]`; `~` before it where the difference is not significant."""
     if ratio is None:
         return None
     mark = "" if ratio.significant else "~"
@@ -45,8 +53,8 @@ def _claim(rung: Rung) -> str | None:
 COLUMNS = (
     Column("rung", lambda r: r.name, 0),
     Column("ms/step", lambda r: _number(r.step_ms, ",.2f"), 1),
-    Column("x baseline", lambda r: _ratio(r.over_baseline), 2),
-    Column("x before", lambda r: _ratio(r.over_before), 4),
+    Column("x baseline", lambda r: ratio_cell(r.over_baseline), 2),
+    Column("x before", lambda r: ratio_cell(r.over_before), 4),
     Column("tokens/s", lambda r: _number(r.tokens_per_s, ",.0f"), 5),
     Column("of peak", lambda r: _share(r.peak_share), 8),
     Column("wait ms", lambda r: _number(r.data_wait_ms, ".2f"), 11),
@@ -58,15 +66,15 @@ COLUMNS = (
 )
 
 
-def table(bench: Bench, *, width: int | None) -> tuple[list[str], list[list[str | None]]]:
-    """Titles and rows; None for `width`: every column."""
+def table(bench: Bench, *, width: int | None) -> Table:
+    """A row for each rung; None for `width`: every column."""
     columns = list(COLUMNS)
     while width is not None and len(columns) > 1 and _width(columns, bench.rungs) > width:
         columns.remove(max(columns, key=lambda column: column.rank))
-    return (
-        [column.title for column in columns],
-        [[column.cell(rung) for column in columns] for rung in bench.rungs],
-    )
+    titles = [column.title for column in columns]
+    if bench.kind != LADDER:
+        titles = ["x full" if title == "x before" else title for title in titles]
+    return titles, [[column.cell(rung) for column in columns] for rung in bench.rungs]
 
 
 def _width(columns: Sequence[Column], rungs: Sequence[Rung]) -> int:
@@ -90,11 +98,18 @@ def remarks(bench: Bench) -> Iterator[str]:
     """What the table is too narrow for, a line each."""
     if any(r.over_before and not r.over_before.significant for r in bench.rungs):
         yield "~ no significant difference: the 95 % interval holds 1"
+    if bench.kind != LADDER:
+        yield "x full below 1: the profile is slower without that plugin, so there it pays"
+    if bench.control is not None:
+        yield (
+            f"the baseline measured twice: x {ratio_cell(bench.control.over_baseline)}, its losses "
+            f"differ by up to {bench.control.drift.largest:.1e}"
+        )
     for rung in bench.rungs:
         if not rung.ran:
             yield f"{rung.name} cannot run here: {rung.reason}"
         elif rung.verdict is not None and rung.verdict.verdict == "broken":
-            assert rung.drift_before is not None
+            assert rung.drift_before is not None, "a verdict is one on a drift"
             yield (
                 f"{rung.name} broke its claim, {rung.verdict.claim}: the loss differs from that of "
                 f"{rung.before} by up to {rung.drift_before.largest:.1e} within "
@@ -102,3 +117,110 @@ def remarks(bench: Bench) -> Iterator[str]:
             )
         for note in rung.notes or ():
             yield f"{rung.name}: {note}"
+
+
+def breakdown_table(bench: Bench) -> Table:
+    """Where the time of a step goes, in ms, a row for each rung that was divided up."""
+    rows: Rows = []
+    for rung in bench.rungs:
+        parts = rung.breakdown
+        if parts is not None:
+            phases = (
+                *(parts.data_ms, parts.forward_ms, parts.backward_ms),
+                *(parts.optimizer_ms, parts.rest_ms, parts.step_ms),
+            )
+            rows.append([rung.name, *(f"{ms:,.2f}" for ms in phases)])
+    return ["ms in", "data", "forward", "backward", "optimizer", "rest", "step"], rows
+
+
+def operators_table(rung: Rung) -> Table:
+    """The largest kernels or operators of a rung."""
+    assert rung.breakdown is not None, "the caller asks for rungs that were divided up"
+    total = rung.breakdown.step_ms
+    rows: Rows = [
+        [one.name, f"{one.ms:,.3f}", f"{one.ms / total:.1%}", f"{one.calls:,.1f}"]
+        for one in rung.breakdown.operators
+    ]
+    return [f"{rung.name}: largest operators", "ms/step", "of a step", "calls"], rows
+
+
+def published_table(bench: Bench) -> Table | None:
+    """The measured ratios with those of published ladders beside them; None: they share no rung."""
+    ladders = published_beside(bench)
+    if not ladders:
+        return None
+    rows: Rows = []
+    on: list[str] = []
+    for rung in bench.rungs[1:]:
+        on.append(rung.plugin or "")
+        theirs = [ladder.times(on) for ladder in ladders]
+        if any(theirs):
+            ours = rung.over_baseline
+            cells = [None if times is None else f"{times:.2f}" for times in theirs]
+            rows.append([rung.name, f"{ours.times:.2f}" if ours else "cannot run", *cells])
+    return ["x baseline", "here", *(f"theirs: {ladder.name}" for ladder in ladders)], rows
+
+
+def published_beside(bench: Bench) -> list[Ladder]:
+    """The published ladders that say something of a rung of this one."""
+    plugins = [rung.plugin or "" for rung in bench.rungs[1:]]
+    return [
+        ladder
+        for ladder in published().ladders
+        if bench.kind == LADDER
+        and any(ladder.times(plugins[: upto + 1]) for upto in range(len(plugins)))
+    ]
+
+
+def published_sources(bench: Bench) -> Iterator[str]:
+    """Whose figures they are, a line each."""
+    for ladder in published_beside(bench):
+        ends = f"{ladder.baseline_ms:g} -> {ladder.rungs[-1].ms:g} ms"
+        yield f"{ladder.name}: not measured here; {ladder.machine}, {ends}. {ladder.source}"
+
+
+def overhead_lines(found: Overhead) -> Iterator[str]:
+    """What the machinery costs, a line each."""
+    machine, slower = found.machine, found.slower
+    extra_us = (found.trainer_ms - found.bare_ms) * 1e3
+    yield (
+        f"profile {found.profile['name']} without plugins on {machine.name} ({machine.device}, "
+        f"{machine.threads} threads): {found.protocol.rounds} rounds of {found.protocol.steps} "
+        "steps each, by turns"
+    )
+    yield f"bare loop {found.bare_ms:,.3f} ms/step, trainer {found.trainer_ms:,.3f} ms/step"
+    kept = "kept" if found.share <= ALLOWED else "broken"
+    yield (
+        f"the trainer takes {found.share:+.2%} [{slower.low - 1:+.2%}, {slower.high - 1:+.2%}] "
+        f"of the bare loop, about {extra_us:+.0f} us a step; {ALLOWED:.0%} allowed: {kept}"
+    )
+    kept = "kept" if found.hooks_us <= ALLOWED_HOOKS_US else "broken"
+    yield (
+        f"hooks that no plugin has: {found.hooks_us:.2f} us a step; {ALLOWED_HOOKS_US:g} us "
+        f"allowed: {kept}"
+    )
+    yield f"losses differ by up to {found.drift.largest:.1e} within {found.drift.steps} steps"
+
+
+def comparison_table(found: Comparison) -> Table:
+    """Both sides, a row for each rung of either."""
+    rows: Rows = [
+        [
+            pair.name,
+            _number(pair.a_ms, ",.2f"),
+            _number(pair.b_ms, ",.2f"),
+            ratio_cell(pair.b_over_a),
+            ratio_cell(pair.gain_over_gain),
+        ]
+        for pair in found.pairs
+    ]
+    return ["rung", "A ms/step", "B ms/step", "B is x as fast", "B's gain over A's"], rows
+
+
+def comparison_remarks(found: Comparison) -> Iterator[str]:
+    """How to read the table, a line each."""
+    yield "~ no significant difference: the 95 % interval holds 1"
+    yield (
+        "the two were not measured by turns: what changed in between is in the ratios; intervals "
+        f"are widened by {found.drift:.1%}, the larger drift of the two baselines"
+    )

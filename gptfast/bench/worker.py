@@ -1,11 +1,8 @@
-"""The process of one rung: builds a trainer and advances it when told to. `python -m` runs it.
+"""The process of one rung: builds it and advances it when told to. `python -m` runs it.
 
 Requests come as JSON lines on stdin; each gets one JSON line as its answer on what was stdout when
 the process began. Everything else that is printed, by a plugin or a library, goes to stderr. The
 end of stdin, also that of a parent killed, is the end of the process.
-
-A lap is on the clock from one synchronisation of the device to the next, with none in between and
-with Python's garbage collection off.
 """
 
 from __future__ import annotations
@@ -15,166 +12,29 @@ import json
 import os
 import platform
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
-from torch import Tensor
 
-from gptfast import __version__, registry
-from gptfast.bench.messages import Built, Lap, MachineFacts
+from gptfast import registry
+from gptfast.bench.bare import hooks_us
+from gptfast.bench.messages import MachineFacts
+from gptfast.bench.phases import break_down
+from gptfast.bench.rung import Rung, TrainerLoop, built_rung
 from gptfast.data.store import Store
-from gptfast.errors import GptfastError, Refused
-from gptfast.hooks import Hooks
-from gptfast.machine import (
-    find_machine,
-    measure_matmul_peak,
-    peak_dtype,
-    peak_memory_bytes,
-    synchronize,
-)
-from gptfast.model import count_parameters, flops_per_token
-from gptfast.plugin import Plugin, Profile, Stage, Stepped, Want
-from gptfast.registry import Enabled
-from gptfast.report import Logged, Silent
+from gptfast.errors import GptfastError
+from gptfast.machine import find_machine, measure_matmul_peak, peak_dtype
+from gptfast.plugin import Profile
 from gptfast.session import with_vocabulary
-from gptfast.trainer import Trainer
 
-
-class LossRecorder(Plugin):
-    """Keeps the loss of each step on the device until it is asked for; changes nothing."""
-
-    stage = Stage.REPORT
-
-    def __init__(self) -> None:
-        super().__init__(Plugin.Options())
-        self.losses: list[Tensor] = []
-        self.tokens = 0
-
-    def step(self, event: Stepped) -> Want:
-        self.losses.append(event.loss)
-        self.tokens = event.tokens
-        return Want.NOTHING
-
-
-class Ear(Silent):
-    """Remembers what the trainer and the plugins said."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.data_wait_ms = 0.0
-
-    def note(self, line: str) -> None:
-        self.notes.append(line)
-
-    def logged(self, record: Logged) -> None:
-        self.data_wait_ms = record.data_wait_ms
-
-
-class Rung:
-    """A trainer that keeps nothing, never evaluates, and is advanced in laps."""
-
-    def __init__(self, trainer: Trainer, recorder: LossRecorder, ear: Ear) -> None:
-        self._trainer = trainer
-        self._recorder = recorder
-        self._ear = ear
-        self._compiled = graphs_compiled()
-
-    def advance(self, steps: int, *, lead_in: int) -> Lap:
-        """`lead_in` steps before the clock, then `steps` on it."""
-        device, trainer = self._trainer.machine.device, self._trainer
-        for _ in range(lead_in):
-            trainer.one_step()
-        self._flush()
-        gc.collect()
-        gc.disable()
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        try:
-            synchronize(device)
-            start = time.perf_counter()
-            for _ in range(steps):
-                trainer.one_step()
-            synchronize(device)
-            seconds = time.perf_counter() - start
-        finally:
-            gc.enable()
-        self._flush()
-        lap = Lap(
-            steps=steps,
-            seconds=seconds,
-            tokens=self._recorder.tokens * steps,
-            losses=torch.stack(self._recorder.losses).tolist(),
-            compiled=graphs_compiled() - self._compiled,
-            data_wait_ms=self._ear.data_wait_ms,
-            memory_bytes=peak_memory_bytes(device),
-            n_micro=trainer.profile.train.n_micro,
-            notes=list(self._ear.notes),
-        )
-        self._recorder.losses.clear()
-        self._ear.notes.clear()
-        self._compiled += lap.compiled
-        if device.type == "cuda":
-            # The rungs of a ladder are held at the same time: leave the others what is not in use.
-            torch.cuda.empty_cache()
-        return lap
-
-    def _flush(self) -> None:
-        """Have the trainer read the losses and refuse those that are not finite."""
-        self._trainer.run(until=self._trainer.progress.step)
-
-
-@contextmanager
-def built_rung(
-    profile: Profile, *, device: str, plugin: str | None
-) -> Iterator[tuple[Rung, Built]]:
-    """The rung of `profile`; `plugin` is the one that it adds.
-
-    Raises:
-        Refused: a plugin is not supported here.
-    """
-    machine = find_machine(device)
-    recorder, ear = LossRecorder(), Ear()
-    with Store.open(profile.data.path) as store:
-        selection = registry.select(registry.plan(profile), machine, unsupported="skip")
-        if selection.skipped:
-            skipped = selection.skipped[0]
-            about = "" if skipped.name == plugin else f"{skipped.name}: "
-            raise Refused(f"{about}{skipped.reason}")
-        watched = [*selection.enabled, Enabled("bench", recorder, "gptfast", __version__)]
-        start = time.perf_counter()
-        with Trainer(
-            with_vocabulary(profile, store),
-            hooks=Hooks(watched, note=ear.note),
-            machine=machine,
-            store=store,
-            listener=ear,
-        ) as trainer:
-            synchronize(machine.device)
-            seconds = time.perf_counter() - start
-            yield (
-                Rung(trainer, recorder, ear),
-                Built(
-                    seconds=seconds,
-                    plugins=[enabled.name for enabled in selection.enabled],
-                    detail=next((e.detail for e in selection.enabled if e.name == plugin), ""),
-                    flops_per_token=flops_per_token(
-                        trainer.profile.model, count_parameters(trainer.raw_model)
-                    ),
-                ),
-            )
-
-
-def graphs_compiled() -> int:
-    """Graphs that torch.compile has made in this process so far."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+Request = dict[str, Any]
 
 
 def machine_facts(profile: Profile, device: str) -> MachineFacts:
@@ -191,16 +51,37 @@ def machine_facts(profile: Profile, device: str) -> MachineFacts:
         device=str(machine.device),
         name=machine.name,
         platform=platform.platform(),
-        cpu_count=os.cpu_count() or 1,
+        cpu_count=psutil.cpu_count() or 1,
+        usable_cpus=_usable_cpus(),
         threads=torch.get_num_threads(),
         interop_threads=torch.get_num_interop_threads(),
         python=platform.python_version(),
         torch=torch.__version__,
         numpy=np.__version__,
         cuda=torch.version.cuda,
+        uuid=_uuid(machine.device),
         peak_flops=measure_matmul_peak(machine.device, dtype),
         peak_dtype=str(dtype).removeprefix("torch."),
     )
+
+
+def _usable_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return psutil.cpu_count() or 1
+
+
+def _uuid(device: torch.device) -> str | None:
+    """By which nvidia-smi knows a GPU, whatever CUDA_VISIBLE_DEVICES says."""
+    if device.type != "cuda":
+        return None
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def unsupported(profile: Profile, device: str) -> dict[str, str]:
+    """Plugins of the profile that this machine does not support, with the reasons."""
+    selection = registry.select(registry.plan(profile), find_machine(device), unsupported="skip")
+    return {skipped.name: skipped.reason for skipped in selection.skipped}
 
 
 def reason(error: BaseException) -> str:
@@ -223,32 +104,73 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
+class Desk:
+    """Answers requests; holds the rung once it is built."""
+
+    def __init__(self, standing: ExitStack) -> None:
+        self._standing = standing
+        self._rung: Rung
+
+    def answer(self, request: Request) -> dict[str, Any]:
+        """What to say; an error is the answer of a request that failed."""
+        try:
+            handle: Callable[[Request], dict[str, Any]] = getattr(self, f"_{request['do']}")
+            return handle(request)
+        # Whatever a plugin or torch may raise: it is a row of the table, not its end.
+        except Exception as error:
+            traceback.print_exc()
+            return {
+                "failed": reason(error),
+                "exit_code": getattr(error, "exit_code", 1),
+                "out_of_memory": is_out_of_memory(error),
+            }
+
+    def _machine(self, request: Request) -> dict[str, Any]:
+        profile = Profile.model_validate(request["profile"])
+        return asdict(machine_facts(profile, request["device"]))
+
+    def _supports(self, request: Request) -> dict[str, Any]:
+        profile = Profile.model_validate(request["profile"])
+        return {"skipped": unsupported(profile, request["device"])}
+
+    def _build(self, request: Request) -> dict[str, Any]:
+        self._rung, built = self._standing.enter_context(
+            built_rung(
+                Profile.model_validate(request["profile"]),
+                device=request["device"],
+                plugin=request["plugin"],
+                bare=request["bare"],
+            )
+        )
+        # What stands now stays: a collection between laps need not look through it.
+        gc.freeze()
+        self._standing.callback(gc.unfreeze)
+        return asdict(built)
+
+    def _advance(self, request: Request) -> dict[str, Any]:
+        return asdict(self._rung.advance(request["steps"], lead_in=request["lead_in"]))
+
+    def _break_down(self, request: Request) -> dict[str, Any]:
+        loop = self._rung.loop
+        assert isinstance(loop, TrainerLoop), "the bare loop has no parts"
+        broken_down = break_down(
+            loop.trainer,
+            request["steps"],
+            profiled=request["profiled"],
+            trace=Path(request["trace"]),
+        )
+        return asdict(broken_down)
+
+    def _hooks(self, request: Request) -> dict[str, Any]:
+        return {"microseconds": hooks_us()}
+
+
 def serve(requests: Iterator[str], answer: Callable[[dict[str, Any]], None]) -> None:
     """Answer each request; a failed one is answered with its reason."""
-    rung: Rung | None = None
     with ExitStack() as standing:
+        desk = Desk(standing)
         for line in requests:
-            request = json.loads(line)
-            try:
-                if request["do"] == "advance":
-                    assert rung is not None, "build comes first"
-                    answer(asdict(rung.advance(request["steps"], lead_in=request["lead_in"])))
-                    continue
-                profile = Profile.model_validate(request["profile"])
-                if request["do"] == "machine":
-                    answer(asdict(machine_facts(profile, request["device"])))
-                else:
-                    rung, built = standing.enter_context(
-                        built_rung(profile, device=request["device"], plugin=request["plugin"])
-                    )
-                    # What stands now stays: a collection between laps need not look through it.
-                    gc.freeze()
-                    standing.callback(gc.unfreeze)
-                    answer(asdict(built))
-            # Whatever a plugin or torch may raise: it is a row of the table, not its end.
-            except Exception as error:
-                traceback.print_exc()
-                answer({"failed": reason(error), "exit_code": getattr(error, "exit_code", 1)})
+            answer(desk.answer(json.loads(line)))
 
 
 def main() -> None:

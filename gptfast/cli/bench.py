@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +15,14 @@ from gptfast.cli.options import device_option, json_option, profile_options
 from gptfast.errors import Refused
 
 if TYPE_CHECKING:
+    from gptfast.bench.record import Bench, Protocol
     from gptfast.config import Loaded
 
-TEMPORARY = ".bench.json.tmp"
-"""Beside bench.json while it is written."""
+UNFINISHED = ".unfinished"
+"""Inside the folder of a result until it is complete."""
 
 
-@click.command()
+@click.group(invoke_without_command=True)
 @profile_options
 @click.option(
     "--steps",
@@ -38,82 +41,221 @@ TEMPORARY = ".bench.json.tmp"
     help="Rounds of each rung, by turns with the others.",
 )
 @click.option(
+    "--leave-one-out", is_flag=True, help="The whole profile, then without each plugin in turn."
+)
+@click.option(
+    "--breakdown", is_flag=True, help="Also where the time goes, with a trace for Perfetto."
+)
+@click.option("--control", is_flag=True, help="Measure the baseline twice. Always on a GPU.")
+@click.option(
+    "--overhead", is_flag=True, help="Instead: the trainer without plugins against a bare loop."
+)
+@click.option(
     "--out",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Keep bench.json there.  [default: bench/PROFILE, numbered where it is taken]",
+    help="Keep the result there.  [default: bench/PROFILE, numbered where it is taken]",
 )
 @device_option
 @json_option
-@click.pass_obj
+@click.pass_context
 def command(
-    app: App,
+    ctx: click.Context,
     *,
     loaded: Loaded,
     asked: tuple[str, ...],
     steps: int,
     rounds: int,
+    leave_one_out: bool,
+    breakdown: bool,
+    control: bool,
+    overhead: bool,
     out: Path | None,
     device: str,
     as_json: bool,
 ) -> None:
     """Measure what each plugin of a profile brings on this machine.
 
-    The baseline first, then each plugin added in the order in which the profile lists them, each
-    in a process of its own. A plugin that cannot run here is a row with its reason; the exit code
-    is 1 only where not even the baseline runs.
+    The baseline first, then each plugin added in turn, each in a process of its own. A plugin that
+    cannot run here is a row with its reason; the exit code is 1 only where not even the baseline
+    runs. The result is kept as bench.json, with pictures where matplotlib is installed.
     """
-    from gptfast.bench.ladder import bench
-    from gptfast.bench.record import Protocol
-    from gptfast.bench.table import remarks, table, title
-    from gptfast.checkpoint import replace_text
-    from gptfast.runs import free_name
+    from gptfast.bench.record import LADDER, LEAVE_ONE_OUT, Protocol
 
-    parent = app.folder / "bench"
-    folder = app.folder / out if out else parent / free_name(loaded.profile.name, parent=parent)
-    made = _make(folder)
-    try:
-        result = bench(
+    app: App = ctx.obj
+    protocol = Protocol(steps=steps, rounds=rounds, control=control)
+    if overhead:
+        if leave_one_out or breakdown or control or out:
+            raise Refused(
+                "--overhead goes alone: leave out --leave-one-out, --breakdown, --control and --out"
+            )
+        _overhead(app, loaded, protocol, device=device, as_json=as_json)
+        return
+    with _folder(app, loaded, out) as folder:
+        result = _measure(
+            app,
             loaded,
+            protocol,
+            kind=LEAVE_ONE_OUT if leave_one_out else LADDER,
             device=device,
-            protocol=Protocol(steps=steps, rounds=rounds),
-            tell=app.console.note,
+            folder=folder,
+            breakdown=breakdown,
         )
-        replace_text(folder / "bench.json", result.to_json())
-    except BaseException:
-        (folder / TEMPORARY).unlink(missing_ok=True)
-        with suppress(OSError):  # somebody else's result is in one of them by now
-            for path in made:
-                path.rmdir()
-        raise
+        _draw(app, result, folder)
     for warning in result.warnings:
         app.console.warn(warning)
     if as_json:
         app.console.json(result.to_dict())
+    else:
+        _show(app, result, folder)
+
+
+def _measure(
+    app: App,
+    loaded: Loaded,
+    protocol: Protocol,
+    *,
+    kind: str,
+    device: str,
+    folder: Path,
+    breakdown: bool,
+) -> Bench:
+    """Measure, and keep the result and its traces."""
+    from gptfast.bench.ladder import bench
+    from gptfast.checkpoint import replace_text
+
+    traces = folder / UNFINISHED / "traces"
+    if breakdown:
+        traces.mkdir()
+    result = bench(
+        loaded,
+        kind=kind,
+        device=device,
+        protocol=protocol,
+        traces=traces if breakdown else None,
+        tell=app.console.note,
+    )
+    if breakdown:
+        traces.rename(folder / "traces")
+    replace_text(folder / "bench.json", result.to_json())
+    return result
+
+
+def _draw(app: App, result: Bench, folder: Path) -> None:
+    from gptfast.bench.pictures import pictures
+
+    try:
+        for name, content in pictures(result):
+            unfinished = folder / UNFINISHED / name
+            unfinished.write_bytes(content)
+            unfinished.replace(folder / name)
+    except Refused as missing:  # the figures are what was asked for
+        app.console.note(str(missing))
+
+
+def _show(app: App, result: Bench, folder: Path) -> None:
+    from gptfast.bench.pictures import bars
+    from gptfast.bench.table import (
+        breakdown_table,
+        operators_table,
+        published_sources,
+        published_table,
+        remarks,
+        table,
+        title,
+    )
+    from gptfast.console.ladder import in_terminal
+
+    console = app.console
+    console.table(
+        title(result), *table(result, width=console.width if console.is_terminal else None)
+    )
+    for line in in_terminal(bars(result), width=console.width, ascii_only=console.ascii_only):
+        console.show(line)
+    for remark in remarks(result):
+        console.line(remark)
+    theirs = published_table(result)
+    if theirs is not None:
+        console.table("Beside published ladders", *theirs)
+        for source in published_sources(result):
+            console.line(source)
+    divided = [rung for rung in result.rungs if rung.breakdown is not None]
+    if divided:
+        console.table("Where the time of a step goes", *breakdown_table(result))
+        for rung in divided:
+            console.table("", *operators_table(rung))
+        console.line(
+            f"traces for https://ui.perfetto.dev in {console.path(str(folder / 'traces'))}"
+        )
+    console.line(f"kept in {folder / 'bench.json'}")
+
+
+def _overhead(app: App, loaded: Loaded, protocol: Protocol, *, device: str, as_json: bool) -> None:
+    from gptfast.bench.ladder import overhead
+    from gptfast.bench.table import overhead_lines
+
+    found = overhead(loaded, device=device, protocol=protocol, tell=app.console.note)
+    if as_json:
+        app.console.json(found)
         return
-    columns, rows = table(result, width=app.console.width if app.console.is_terminal else None)
-    app.console.table(title(result), columns, rows)
-    for line in remarks(result):
+    for line in overhead_lines(found):
         app.console.line(line)
-    app.console.line(f"kept in {folder / 'bench.json'}")
 
 
-def _make(folder: Path) -> list[Path]:
-    """Have the folder there and writable; returns what had to be made, innermost first.
+@command.command()
+@click.argument("a", type=click.Path(path_type=Path), metavar="A.json")
+@click.argument("b", type=click.Path(path_type=Path), metavar="B.json")
+@json_option
+@click.pass_obj
+def compare(app: App, *, a: Path, b: Path, as_json: bool) -> None:
+    """Compare two results: two machines, two versions, two profiles.
+
+    A folder stands for the bench.json in it. Above 1, B is faster.
+    """
+    from gptfast.bench.compare import compare as compared
+    from gptfast.bench.record import read
+    from gptfast.bench.table import comparison_remarks, comparison_table
+
+    found = compared(read(app.folder / a), read(app.folder / b))
+    if as_json:
+        app.console.json(found)
+        return
+    for warning in found.warnings:
+        app.console.warn(warning)
+    if found.differences:
+        app.console.table("", ["differs", "A", "B"], found.differences)
+    app.console.table("", *comparison_table(found))
+    for line in comparison_remarks(found):
+        app.console.line(line)
+
+
+@contextmanager
+def _folder(app: App, loaded: Loaded, out: Path | None) -> Iterator[Path]:
+    """The folder of a result, with UNFINISHED in it; what was made of it goes after an error.
 
     Raises:
         Refused: it cannot be, or holds a result already.
     """
+    from gptfast.runs import free_name
+
+    parent = app.folder / "bench"
+    folder = app.folder / out if out else parent / free_name(loaded.profile.name, parent=parent)
     if (folder / "bench.json").exists():
         raise Refused(f"{folder}: holds a bench.json already: choose another folder with --out")
     made = [path for path in (folder, *folder.parents) if not path.exists()]
+    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)  # of one that was killed
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / TEMPORARY
-        probe.touch()
-        probe.unlink()
+        (folder / UNFINISHED).mkdir(parents=True)
     except OSError as error:
         raise Refused(
             f"{folder}: cannot keep a result here ({error.strerror}): choose another with --out"
         ) from error
-    return made
+    try:
+        yield folder
+        shutil.rmtree(folder / UNFINISHED)
+    except BaseException:
+        shutil.rmtree(folder / UNFINISHED)
+        with suppress(OSError):  # somebody else's result is in one of them by now
+            for path in made:
+                path.rmdir()
+        raise

@@ -45,7 +45,8 @@ def profile_options(
     """Options that choose a profile. Every command that takes a profile takes all of them.
 
     The function gets `loaded` (`gptfast.config.Loaded`, resolved and validated) and `asked`
-    (tuple of str, the plugins named by `--plugin`). Where neither a profile nor a file is named,
+    (tuple of str, the plugins named by `--plugin`); that of a group is left alone where one of its
+    commands is called. Where neither a profile nor a file is named,
     `default_config` may find the file in the command's other options.
     """
 
@@ -61,6 +62,9 @@ def profile_options(
     ) -> Any:
         from gptfast.config import load
 
+        context = click.get_current_context()
+        if context.invoked_subcommand is not None:
+            return None
         if profile is None and config is None and default_config is not None:
             config = default_config(kwargs)
         loaded = load(
@@ -69,7 +73,7 @@ def profile_options(
             overrides=overrides,
             plugins=asked,
             without=without,
-            folder=click.get_current_context().obj.folder,
+            folder=context.obj.folder,
         )
         return function(*args, loaded=loaded, asked=asked, **kwargs)
 

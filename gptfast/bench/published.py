@@ -1,0 +1,66 @@
+"""Ladders that others published, as ratios to stand beside the measured ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DATA = Path(__file__).with_name("published.toml")
+
+
+class Step(BaseModel):
+    """A rung of theirs: the plugins that it adds, and what a step took then."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    plugins: list[str]
+    ms: float
+
+
+class Ladder(BaseModel):
+    """Somebody else's ladder, on another machine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str
+    machine: str
+    source: str
+    """Where the figures are from."""
+    baseline_ms: float
+    rungs: list[Step]
+
+    def times(self, on: Sequence[str]) -> float | None:
+        """How many times as fast as their baseline theirs was with the last of its rungs whose
+        plugins are all among `on`, the last of which is one of them; None: they say nothing of it.
+
+        Example: a rung that adds three plugins at once is said of the last of the three.
+        """
+        reached = None
+        for rung in self.rungs:
+            if not set(rung.plugins) <= set(on):
+                continue
+            if on[-1] in rung.plugins:
+                reached = self.baseline_ms / rung.ms
+        return reached
+
+
+class Published(BaseModel):
+    """The whole file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    order: list[str]
+    """In which a ladder of ours adds the plugins; any others come after these."""
+    ladders: list[Ladder]
+
+
+@cache
+def published() -> Published:
+    """The ladders as they are kept beside this file."""
+    return Published.model_validate(tomllib.loads(DATA.read_text(encoding="utf-8")))

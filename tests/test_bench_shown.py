@@ -1,0 +1,274 @@
+"""What is shown of a bench: tables, bars, pictures, comparisons."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from bench_helpers import (
+    CONDITIONS,
+    DOUBLING,
+    FACTS,
+    HALF,
+    HUNGRY,
+    PROTOCOL,
+    SAME,
+    FakeMachine,
+    Same,
+    climb,
+    leave_out,
+    quarter_second,
+)
+from plugin_helpers import enabled
+
+from gptfast.bench.compare import compare
+from gptfast.bench.conditions import Gpu
+from gptfast.bench.pictures import bars, pictures, stacked_bars
+from gptfast.bench.published import published
+from gptfast.bench.record import Bench, read
+from gptfast.bench.table import (
+    breakdown_table,
+    comparison_table,
+    operators_table,
+    published_sources,
+    published_table,
+    remarks,
+    table,
+)
+from gptfast.cli import main
+from gptfast.console import Console, Look
+from gptfast.console.ladder import in_terminal
+from gptfast.errors import Refused
+
+# tables ----------------------------------------------------------------------------------
+
+
+def test_a_narrow_terminal_gets_fewer_columns() -> None:
+    machine = FakeMachine(fails={"hungry": ("build", "no memory")})
+    result = climb(machine, DOUBLING, HUNGRY, SAME)
+    everything, rows = table(result, width=None)
+    assert len(everything) == 12
+    assert rows[2] == ["+ hungry", *[None] * 10, "cannot run"]
+    for width in (60, 80, 100, 140):
+        columns, rows = table(result, width=width)
+        assert columns[:2] == ["rung", "ms/step"]
+        stream = io.StringIO()
+        stream.isatty = lambda: True  # type: ignore[method-assign]  # a terminal to the console
+        Console(stream, stream, Look(no_color=True, width=width)).table("", columns, rows)
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()).splitlines()
+        assert max(map(len, shown)) <= width
+        # Nothing had to be folded: head, rule and a line for each rung.
+        assert len([line for line in shown if line.strip()]) == 2 + len(result.rungs)
+    assert len(table(result, width=60)[0]) < len(everything)
+
+
+def test_a_table_of_one_left_out_says_what_it_is_compared_with() -> None:
+    result = leave_out(FakeMachine(), DOUBLING, SAME)
+    columns, rows = table(result, width=None)
+    assert "x full" in columns
+    assert "x before" not in columns
+    assert rows[2][columns.index("x full")] == "0.50 [0.50, 0.50]"
+    assert any("x full below 1" in line for line in remarks(result))
+
+
+def divided(tmp_path: Path) -> Bench:
+    return climb(
+        FakeMachine(fails={"hungry": ("build", "no memory")}),
+        *(DOUBLING, HUNGRY, SAME),
+        trace=lambda name: tmp_path / f"{name}.json.gz",
+    )
+
+
+def test_where_the_time_goes_adds_up_to_a_step(tmp_path: Path) -> None:
+    titles, rows = breakdown_table(divided(tmp_path))
+    assert titles == ["ms in", "data", "forward", "backward", "optimizer", "rest", "step"]
+    assert [row[0] for row in rows] == ["baseline", "+ doubling", "+ same"]
+    *parts, step = (float(cell or "") for cell in rows[0][1:])
+    assert sum(parts) == pytest.approx(step)
+    _, operators = operators_table(divided(tmp_path).rungs[0])
+    assert operators == [["aten::mm", "100.000", "40.0%", "24.0"]]
+
+
+def ladder_of(*names: str) -> Bench:
+    plugins = [enabled(name, type("P", (Same,), {})) for name in names]
+    return climb(FakeMachine(), DOUBLING, *plugins)
+
+
+def test_published_ratios_stand_beside_the_measured_ones_as_theirs() -> None:
+    a100 = published().ladders[0]
+    classic = [plugin for rung in a100.rungs for plugin in rung.plugins]
+    result = ladder_of(*classic)
+    found = published_table(result)
+    assert found is not None
+    titles, rows = found
+    assert titles == ["x baseline", "here", "theirs: A100", "theirs: RTX 5070"]
+    assert [row[0] for row in rows] == [f"+ {name}" for name in classic]
+    assert [row[1] for row in rows] == ["2.00"] * 6
+    assert [row[2] for row in rows] == ["3.00", "3.33", "7.69", "10.42", "10.75", "11.11"]
+    assert [row[3] for row in rows] == [None, None, None, None, "3.12", None]
+    sources = list(published_sources(result))
+    assert len(sources) == 2
+    assert all("not measured here" in source for source in sources)
+
+
+def test_a_ladder_that_nobody_published_has_nothing_beside_it() -> None:
+    result = ladder_of("mine")
+    assert published_table(result) is None
+    assert list(published_sources(result)) == []
+    # With one of the five alone the other ladder, of which only the ends are known, says nothing.
+    flash = published_table(ladder_of("flash"))
+    assert flash is not None
+    assert flash[0] == ["x baseline", "here", "theirs: A100"]
+
+
+# bars and pictures -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_a_bar_is_as_long_as_a_step(tmp_path: Path, ascii_only: bool) -> None:
+    lines = [
+        line.plain for line in in_terminal(bars(divided(tmp_path)), width=80, ascii_only=ascii_only)
+    ]
+    mark = "#" if ascii_only else "━"
+    lengths = [line.count(mark) for line in lines]
+    assert lengths[0] == 2 * lengths[1] > 20
+    assert lengths[2] == 0
+    assert lines[2].endswith("cannot run here")
+    assert lines[1].endswith("125.0 ms, 2.00x")
+    assert max(map(len, lines)) <= 80
+    assert all(line.isascii() for line in lines) is ascii_only
+
+
+def test_pictures_hold_every_rung_and_every_part(tmp_path: Path) -> None:
+    drawn = dict(pictures(divided(tmp_path)))
+    assert sorted(drawn) == ["breakdown.png", "breakdown.svg", "ladder.png", "ladder.svg"]
+    for name, content in drawn.items():
+        assert content.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
+    ladder, breakdown = (drawn[f"{name}.svg"].decode() for name in ("ladder", "breakdown"))
+    for text in ("baseline", "+ doubling", "+ hungry", "+ same", "250.0 ms", "cannot run here"):
+        assert text in ladder
+    for text in ("data", "forward", "backward", "optimizer", "rest", "+ same"):
+        assert text in breakdown
+    assert "+ hungry" not in breakdown
+    assert drawn == dict(pictures(divided(tmp_path)))
+    assert sorted(dict(pictures(ladder_of("mine")))) == ["ladder.png", "ladder.svg"]
+    assert [len(one.phases or ()) for one in stacked_bars(divided(tmp_path))] == [5] * 3
+
+
+# two results -----------------------------------------------------------------------------
+
+
+def keep(path: Path, result: Bench) -> Path:
+    path.mkdir()
+    (path / "bench.json").write_text(result.to_json())
+    return path
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
+    gpu = Gpu("560", 1695.0, None, 41.0, None, 3.0)
+    result = climb(
+        FakeMachine(fails={"hungry": ("build", "no")}),
+        *(DOUBLING, HUNGRY, HALF),
+        look=lambda: replace(CONDITIONS, gpu=gpu),
+        trace=lambda name: tmp_path / "trace",
+    )
+    folder = keep(tmp_path / "kept", result)
+    assert read(folder) == read(folder / "bench.json") == result
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read"),
+        ("{", "no JSON"),
+        ("[]", "format None"),
+        ('{"format": 1}', "format 1, and this gptfast reads 2"),
+        ('{"format": 2}', "kind: Field required"),
+    ],
+)
+def test_what_is_no_result_is_refused(
+    tmp_path: Path, content: str | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(Refused, match=said):
+        read(path)
+    assert main(["bench", "compare", str(path), str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(path) in line
+
+
+def twice_as_fast(plugins: list[str], tick: int) -> float:
+    return quarter_second(plugins, tick) / 2
+
+
+def test_a_faster_machine_is_told_from_a_plugin_that_brings_more() -> None:
+    here = climb(FakeMachine(), DOUBLING, SAME)
+    there = climb(FakeMachine(step_s=twice_as_fast), DOUBLING, SAME, facts=replace(FACTS, name="B"))
+    found = compare(here, there)
+    assert ("machine", "a fake", "B") in found.differences
+    assert found.warnings == []
+    for pair in found.pairs:
+        assert pair.b_over_a is not None
+        assert pair.b_over_a.times == pytest.approx(2.0)
+        assert pair.b_over_a.significant
+        assert not pair.b_over_a.paired
+    assert found.pairs[0].gain_over_gain is None
+    for pair in found.pairs[1:]:
+        assert pair.gain_over_gain is not None
+        assert pair.gain_over_gain.times == pytest.approx(1.0)
+        assert not pair.gain_over_gain.significant
+
+
+def test_rungs_of_one_side_are_rows_without_a_ratio() -> None:
+    a = climb(FakeMachine(), DOUBLING, SAME)
+    b = climb(FakeMachine(fails={"same": ("build", "no")}), SAME, HALF)
+    found = compare(a, b)
+    assert [pair.name for pair in found.pairs] == ["baseline", "+ doubling", "+ same", "+ half"]
+    assert [pair.b_over_a is not None for pair in found.pairs] == [True, False, False, False]
+    assert ("plugins.half", "off", "{}") in found.differences
+    _, rows = comparison_table(found)
+    assert rows[3] == ["+ half", None, "250.00", None, None]
+
+
+def test_a_difference_within_the_drift_of_the_baselines_is_none() -> None:
+    """Two benches on one machine that slows by 6 % within each."""
+
+    def slowing(plugins: list[str], tick: int) -> float:
+        return quarter_second(plugins, tick) * (1 + 0.002 * tick)
+
+    def a_bit_faster(plugins: list[str], tick: int) -> float:
+        return slowing(plugins, tick) / 1.03
+
+    found = compare(
+        climb(FakeMachine(step_s=slowing), SAME), climb(FakeMachine(step_s=a_bit_faster), SAME)
+    )
+    assert found.drift > 0.03
+    assert all(pair.b_over_a and not pair.b_over_a.significant for pair in found.pairs)
+    steady = compare(
+        climb(FakeMachine(), SAME),
+        climb(FakeMachine(step_s=lambda on, tick: quarter_second(on, tick) / 1.03), SAME),
+    )
+    assert all(pair.b_over_a and pair.b_over_a.significant for pair in steady.pairs)
+
+
+def test_other_work_in_a_step_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = climb(FakeMachine(), SAME)
+    b = replace(a, profile={**a.profile, "train": {**a.profile["train"], "batch_size": 8}})
+    folders = [str(keep(tmp_path / name, result)) for name, result in (("a", a), ("b", b))]
+    assert main(["bench", "compare", *folders]) == 0
+    shown = capsys.readouterr()
+    assert "train.batch_size" in shown.out
+    assert "B is x as fast" in shown.out
+    assert "not the same work" in shown.err
+    assert main(["bench", "compare", *folders, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["differences"] == [["train.batch_size", "4", "8"]]
+    assert found["pairs"][1]["b_over_a"]["significant"] is False
+    assert len(found["warnings"]) == 1
+    assert PROTOCOL.rounds == len(a.rungs[0].round_step_ms or ())
