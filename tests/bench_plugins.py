@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from gptfast.optim import PlainStepper
-from gptfast.plugin import Claim, Machine, Plugin, Stepped, Stepper, Support, Want
+from gptfast.plugin import Claim, Machine, Parts, Plugin, Profile, Stepped, Stepper, Support, Want
 
 sys.stdout.write("noise on stdout while it is imported\n")
 
@@ -104,3 +105,21 @@ class Elsewhere(Plugin):
 
     def supports(self, machine: Machine) -> Support:
         return Support.no("needs a quantum computer")
+
+
+class Shrinking(Plugin):
+    """Fails its second step, and knows that half the micro-batch would do."""
+
+    claim = Claim.EXACT
+
+    def ready(self, parts: Parts) -> None:
+        calls = itertools.count(1)
+
+        def fail_in_the_second(model: torch.nn.Module, arguments: Any) -> None:
+            if next(calls) == 2:
+                raise RuntimeError("too much at once")
+
+        parts.model.register_forward_pre_hook(fail_in_the_second)
+
+    def recover(self, error: BaseException, profile: Profile) -> Profile | None:
+        return profile.replace({"train.micro_batch": 2})

@@ -40,7 +40,7 @@ def package(tmp_path: Path) -> Path:
     info.mkdir(parents=True)
     shutil.copy(bench_plugins.__file__, folder)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bench-plugins\nVersion: 2.0\n")
-    names = ("Paced", "Half", "Hungry", "Dying", "Hanging", "Elsewhere")
+    names = ("Paced", "Half", "Hungry", "Dying", "Hanging", "Elsewhere", "Shrinking")
     lines = [f"{name.lower()} = bench_plugins:{name}" for name in names]
     (info / "entry_points.txt").write_text("\n".join(["[gptfast.plugins]", *lines]) + "\n")
     return folder
@@ -63,10 +63,15 @@ def on(*names: str) -> list[str]:
     return list(itertools.chain.from_iterable(("--plugin", name) for name in names))
 
 
-def test_a_ladder_in_real_processes(tmp_path: Path, package: Path, config: Path) -> None:
-    """BEN-01 and BEN-08 end to end, with plugins that print to stdout."""
+def test_a_ladder_in_real_processes(
+    tmp_path: Path, package: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BEN-01, BEN-07 with no compiler, BEN-08; the plugins print to stdout."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv("CXX", "")
+    names = on("half", "paced", "compile")
     done = gptfast(
-        *("bench", "--config", str(config), *on("half", "paced"), "--control", "--breakdown"),
+        *("bench", "--config", str(config), *names, "--control", "--breakdown"),
         *("--json", "--steps", "4", "--rounds", "3", "--device", "cpu", "--out", "kept"),
         path=[package],
         cwd=tmp_path,
@@ -78,7 +83,12 @@ def test_a_ladder_in_real_processes(tmp_path: Path, package: Path, config: Path)
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [
         *("bench.json", "breakdown.png", "breakdown.svg", "ladder.png", "ladder.svg", "traces")
     ]
-    baseline, half, paced = result["rungs"]
+    baseline, compiled, half, paced = result["rungs"]
+
+    assert (compiled["name"], compiled["ran"]) == ("+ compile", False)
+    assert "No working C++ compiler found" in compiled["reason"]
+    assert compiled.keys() == paced.keys()
+    assert half["plugins"] == ["half"]
 
     assert paced["step_ms"] == pytest.approx(100, rel=0.1)
     assert paced["warmup"]["first_step_s"] == pytest.approx(3.0, rel=0.1)
@@ -396,6 +406,18 @@ def test_step_times_add_up_to_one_wall_clock_around_all_steps(profile: Profile) 
         around = time.perf_counter() - start
     assert lap.seconds <= around
     assert lap.step_ms * lap.steps == pytest.approx(lap.seconds * 1e3)
+
+
+def test_a_step_in_smaller_parts_is_no_measurement_of_it(
+    package: Path, profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that helps itself out of a lack of memory does other work than its rung."""
+    monkeypatch.syspath_prepend(str(package))
+    with ExitStack() as stack:
+        made = built(profile, stack, plugins={"shrinking": {}})
+        made.advance(1, lead_in=0)
+        with pytest.raises(torch.OutOfMemoryError, match=r"4 windows do not fit.*, 2 do"):
+            made.advance(2, lead_in=0)
 
 
 def test_nothing_is_collected_on_the_clock(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
+from typing import Any
 from typing import Protocol as Interface
 
 from gptfast.bench.messages import Breakdown, Built, Lap, RungFailed
@@ -42,6 +43,7 @@ class Attempt:
         on: all its plugins, in the order in which the ladder added them.
         judged: the plugin by which it differs from `other`.
         other: the rung that it is compared with.
+        changes: of the profile for this rung alone, as `Profile.replace` takes them.
         bare: the hand-written loop instead of the trainer; no plugins.
     """
 
@@ -57,6 +59,7 @@ class Attempt:
         *,
         judged: Enabled | None = None,
         other: Attempt | None = None,
+        changes: Mapping[str, Any] | None = None,
         bare: bool = False,
     ) -> None:
         self.name = name
@@ -73,6 +76,7 @@ class Attempt:
         self.notes: list[str] = []
         self.step_s = 0.0
         """Of a steady step in the warm-up."""
+        self._changes = dict(changes or {})
         self._bare = bare
         self._protocol = protocol
         self._worker: Worker | None = None
@@ -105,6 +109,7 @@ class Attempt:
         self.failure, self.out_of_memory = None, False
         self.losses, self.notes, self.rounds = [], [], {}
         self._worker = worker
+        profile = profile.replace(self._changes)
         plugins = {enabled.name: profile.plugins[enabled.name] for enabled in self.on}
         try:
             self.built = worker.build(

@@ -120,10 +120,15 @@ class Rung:
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
+        self._windows = loop.profile.train.windows_per_micro
         self._compiled = graphs_compiled()
 
     def advance(self, steps: int, *, lead_in: int) -> Lap:
-        """`lead_in` steps before the clock, then `steps` on it."""
+        """`lead_in` steps before the clock, then `steps` on it.
+
+        Raises:
+            OutOfMemoryError: the trainer went on with smaller micro-batches, which is other work.
+        """
         loop, device = self.loop, self.loop.machine.device
         for _ in range(lead_in):
             loop.one_step()
@@ -145,6 +150,11 @@ class Rung:
         foreign_s = others.foreign_s()
         loop.settle()
         train = loop.profile.train
+        if train.windows_per_micro < self._windows:
+            raise torch.OutOfMemoryError(
+                f"{self._windows} windows do not fit into a forward pass, "
+                f"{train.windows_per_micro} do: set train.micro_batch to that"
+            )
         lap = Lap(
             steps=steps,
             seconds=seconds,
