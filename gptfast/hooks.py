@@ -21,6 +21,7 @@ from gptfast.plugin import (
     Source,
     Stepped,
     Stepper,
+    Update,
     Want,
 )
 from gptfast.registry import Enabled
@@ -54,6 +55,7 @@ class Hooks:
         self._micro_scope = overriding["micro_scope"]
         self._forward_scope = overriding["forward_scope"]
         self._recover = overriding["recover"]
+        self._before_step = overriding["before_step"]
         self._step = overriding["step"]
         self._eval_scope = overriding["eval_scope"]
         self._evaluated = overriding["evaluated"]
@@ -130,12 +132,11 @@ class Hooks:
             return NO_SCOPE
         return _surround("forward_scope", self._forward_scope, lambda p: p.forward_scope())
 
-    @property
-    def can_recover(self) -> bool:
-        return bool(self._recover)
-
     def recover(self, error: BaseException, profile: Profile) -> Profile | None:
         return _own("recover", self._recover, lambda p: p.recover(error, profile))
+
+    def before_step(self, event: Update) -> Want:
+        return _ask("before_step", self._before_step, lambda p: p.before_step(event))
 
     def step(self, event: Stepped) -> Want:
         return _ask("step", self._step, lambda p: p.step(event))

@@ -12,13 +12,13 @@ import torch
 from gptfast.data.batches import StoreWindows
 from gptfast.errors import GptfastError
 from gptfast.machine import peak_memory_bytes, synchronize
-from gptfast.plugin import Machine, Stepped
+from gptfast.plugin import Machine, Stepped, Update
 from gptfast.report import Listener, Logged
 from gptfast.runs import Run
 
 
 class NotFinite(GptfastError):
-    """A loss or an applied gradient is not finite: the weights are no good any more."""
+    """A loss or a gradient is not finite: what is in memory is no good any more."""
 
 
 class Journal:
@@ -56,6 +56,10 @@ class Journal:
         self._steps: list[Stepped] = []
         self._start = time.perf_counter()
 
+    def check(self, update: Update) -> None:
+        """Raises NotFinite where loss or gradient is not finite. Waits for the device."""
+        self._check(update.step, update.loss.item(), update.grad_norm.item(), applied=False)
+
     def add(self, step: Stepped) -> None:
         self._steps.append(step)
 
@@ -81,8 +85,8 @@ class Journal:
         now = time.perf_counter()
         seconds, self._start = now - self._start, now
         for step, loss, norm in zip(steps, losses, norms, strict=True):
-            if not math.isfinite(loss) or (step.committed and not math.isfinite(norm)):
-                raise self._not_finite(step, loss, norm)
+            # What a stepper left out did no harm; a loss that is not finite will not recover.
+            self._check(step.step, loss, norm if step.committed else 0.0, applied=step.committed)
         self.loss = sum(losses) / len(losses)
         self._skipped_steps += sum(not step.committed for step in steps)
         step_s = seconds / len(steps)
@@ -125,12 +129,18 @@ class Journal:
             epoch=self._windows.order.epoch(last.step, self._windows.batch_size),
         )
 
-    def _not_finite(self, step: Stepped, loss: float, norm: float) -> NotFinite:
-        starts = self._windows.starts(step.step)
-        shown = ", ".join(str(start) for start in starts[:8]) + (" ..." if len(starts) > 8 else "")
-        kept = self._run.steps() if self._run is not None else []
+    def _check(self, step: int, loss: float, norm: float, *, applied: bool) -> None:
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        starts = self._windows.starts(step).tolist()
+        kept: list[int] = []
+        if self._run is not None:
+            kept = self._run.steps()
+            self._run.log([{"kind": "not_finite", "step": step, "starts": starts}])
+        shown = ", ".join(map(str, starts[:8])) + (" ..." if len(starts) > 8 else "")
         good = f"step {kept[-1]} is the newest checkpoint" if kept else "no checkpoint was kept"
-        return NotFinite(
-            f"step {step.step}: loss {loss}, gradient norm {norm} (windows starting at tokens "
-            f"{shown}); {good}: lower train.learning_rate or set train.grad_clip and use --resume"
+        raise NotFinite(
+            f"step {step}: loss {loss}, gradient norm {norm} (windows starting at tokens {shown}), "
+            f"{'applied and not saved' if applied else 'not applied'}; {good}: lower "
+            "train.learning_rate or set train.grad_clip and use --resume"
         )

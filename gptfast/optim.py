@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from gptfast.errors import Refused
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -89,12 +91,38 @@ def with_own_options(saved: Any, own: Any) -> Any:
     return {key: with_own_options(value, own[key]) for key, value in saved.items()}
 
 
-def set_lr(group: dict[str, Any], lr: float) -> None:
-    """A tensor rate is filled in place: a compiled optimizer step must not see a new number."""
-    if isinstance(group["lr"], int | float):
-        group["lr"] = lr
-    else:
-        group["lr"].fill_(lr)
+def remember_peaks(optimizer: Optimizer) -> None:
+    """The rate that each group has now is its peak."""
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", float(group["lr"]))
+
+
+def set_rates(optimizer: Optimizer, factor: float) -> None:
+    """Set the rate of each group to `factor` times its peak.
+
+    A tensor is filled in place: a compiled optimizer step must not see a new number.
+    """
+    for group in optimizer.param_groups:
+        rate = group["initial_lr"] * factor
+        if isinstance(group["lr"], int | float):
+            group["lr"] = rate
+        else:
+            group["lr"].fill_(rate)
+
+
+def load_optimizer(optimizer: Optimizer, saved: dict[str, Any], *, source: str) -> None:
+    """Give an optimizer its saved moments; its options stay its own.
+
+    Raises:
+        Refused: it was saved by another kind of optimizer, or for other parameters.
+    """
+    try:
+        optimizer.load_state_dict(with_own_options(saved, optimizer.state_dict()))
+    except (KeyError, ValueError) as error:
+        raise Refused(
+            f"{source}: its optimizer has other parameters than this run's ({error}): resume with "
+            "the optimizer plugins it was trained with"
+        ) from error
 
 
 class PlainStepper:
@@ -108,3 +136,5 @@ class PlainStepper:
     def step(self, optimizer: Optimizer) -> bool:
         optimizer.step()
         return True
+
+    def skip(self, optimizer: Optimizer) -> None: ...

@@ -49,6 +49,7 @@ __all__ = [
     "Stepped",
     "Stepper",
     "Support",
+    "Update",
     "Want",
     "Windows",
     "decay_groups",
@@ -96,9 +97,11 @@ def least_tolerance(kind: str) -> float:
 
 
 class Want(Flag):
-    """What an observer asks of the trainer after a step or an evaluation."""
+    """What an observer asks of the trainer."""
 
     NOTHING = 0
+    SKIP = auto()
+    """Leave the update out; before a step."""
     EVAL = auto()
     SAVE = auto()
     STOP = auto()
@@ -142,6 +145,11 @@ class Machine:
     def kind(self) -> str:
         """ "cuda", "mps" or "cpu"."""
         return self.device.type
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the device works while the program goes on, so that reading a tensor waits."""
+        return self.kind != "cpu"
 
 
 @dataclass(frozen=True)
@@ -212,6 +220,9 @@ class Stepper(Protocol):
     def step(self, optimizer: Optimizer) -> bool:
         """Update the parameters. False: this update was skipped and nothing changed."""
 
+    def skip(self, optimizer: Optimizer) -> None:
+        """Called in place of `step` where a plugin wants the update left out."""
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -225,6 +236,18 @@ class Parts:
     """After every `wrap_model`; what the loop calls."""
     optimizer: Optimizer
     source: Source
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update that is about to be made. Tensors are on the device: reading one waits for it."""
+
+    step: int
+    """From 1."""
+    loss: Tensor
+    """Scalar float32: mean over the target tokens of the step, in nats."""
+    grad_norm: Tensor
+    """Scalar float32: norm of the gradient before clipping."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +266,7 @@ class Stepped:
     tokens: int
     """Target tokens in the step."""
     committed: bool
-    """False: the stepper skipped the update."""
+    """False: the update was skipped, by the stepper or because a plugin wanted it."""
 
 
 @dataclass(frozen=True)
@@ -364,9 +387,15 @@ class Plugin:
     def recover(self, error: BaseException, profile: Profile) -> Profile | None:
         """Owner: a profile to repeat the step with, before anything was committed. None: no idea.
 
-        Only `train.micro_batch` may change. The same windows are seen again.
+        Only `train.micro_batch` may change. The same windows are seen again, and the same random
+        numbers of torch. Where none has an idea, the trainer halves the micro-batch after an
+        out-of-memory error.
         """
         return None
+
+    def before_step(self, event: Update) -> Want:
+        """Observer, before every update, when loss and gradient are known; may want SKIP."""
+        return Want.NOTHING
 
     def step(self, event: Stepped) -> Want:
         """Observer, after every optimizer step."""

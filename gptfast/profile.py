@@ -144,8 +144,9 @@ class TrainConfig(Table):
     """Optimizer steps in the run."""
     batch_size: Positive = 12
     """Windows in one step."""
-    micro_batch: Positive | None = None
-    """Windows in one forward pass; divides batch_size. None: the whole batch."""
+    micro_batch: Positive | Literal["auto"] | None = None
+    """Windows in one forward pass; divides batch_size. None: the whole batch. "auto": as many as
+    fit into memory, found by trying."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
     """Fixes initial weights, order of the windows and dropout."""
     learning_rate: PositiveFinite = 6e-4
@@ -183,7 +184,7 @@ class TrainConfig(Table):
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        if self.micro_batch is not None and self.batch_size % self.micro_batch:
+        if isinstance(self.micro_batch, int) and self.batch_size % self.micro_batch:
             raise ValueError(
                 f"micro_batch = {self.micro_batch} does not divide batch_size = "
                 f"{self.batch_size}: use {_nearest_divisors(self.batch_size, self.micro_batch)}"
@@ -196,7 +197,8 @@ class TrainConfig(Table):
 
     @property
     def windows_per_micro(self) -> int:
-        return self.micro_batch or self.batch_size
+        """Windows in one forward pass; while "auto" is not found yet, all of them."""
+        return self.micro_batch if isinstance(self.micro_batch, int) else self.batch_size
 
     @property
     def n_micro(self) -> int:

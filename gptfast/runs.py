@@ -1,7 +1,4 @@
-"""A run's folder: `profile.toml`, `metrics.jsonl`, `checkpoints/`, pointers `latest` and `best`.
-
-Over 400 lines because every file of that folder is written and read here and nowhere else.
-"""
+"""A run's folder: `profile.toml`, `metrics.jsonl`, `checkpoints/`, pointers `latest` and `best`."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -281,10 +277,12 @@ class Run:
             tokens_per_s=[(r["step"], r["tokens"] / r["step_ms"] * 1e3) for r in steps],
         )
 
-    def forget_after(self, step: int) -> None:
-        """Drop the records of steps that a resumed run will do again."""
+    def back_to(self, step: int, *, best: int | None) -> None:
+        """Forget what came after a step, which a resumed run will do again."""
         kept = [record for record in self.metrics() if record["step"] <= step]
         replace_text(self._metrics, "".join(json.dumps(record) + "\n" for record in kept))
+        self.point("latest", step)
+        self.point("best", best)
 
 
 def known_runs(parent: Path) -> list[Run]:
@@ -305,21 +303,6 @@ def find_run(name: str, *, parent: Path) -> Run:
             f"{name}: no run: {nearest(name, [r.folder.name for r in known_runs(parent)])}"
         )
     return run
-
-
-def git_commit(folder: Path) -> str | None:
-    """The commit that `folder` is at, `-dirty` where files differ. None: no repository, no git."""
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
 
 
 @contextmanager

@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from gptfast import registry
@@ -20,12 +18,15 @@ from gptfast.checkpoint import Checkpoint
 from gptfast.config import Loaded
 from gptfast.data.store import Store
 from gptfast.errors import Refused, Stopped
+from gptfast.fit import windows_that_fit
 from gptfast.hooks import Hooks
 from gptfast.machine import find_machine, measure_matmul_peak, peak_dtype
 from gptfast.model import count_parameters, flops_per_token
 from gptfast.plugin import Profile
+from gptfast.provenance import git_commit
 from gptfast.report import Finished, Listener, PluginLine, RunInfo
-from gptfast.runs import Run, free_name, git_commit, newest_name, only_writer, run_folder
+from gptfast.runs import Run, free_name, newest_name, only_writer, run_folder
+from gptfast.signals import signals_stop
 from gptfast.trainer import Trainer
 
 GPT2_VOCABULARY = 50_257
@@ -42,6 +43,7 @@ def train(
     asked: Sequence[str] = (),
     command: Sequence[str] = (),
     folder: Path,
+    cache: Path | None = None,
     listener: Listener,
 ) -> Finished:
     """Train as the profile says, in `runs/NAME/` of `folder`.
@@ -52,6 +54,7 @@ def train(
         stop_at: stop after this step, as if interrupted there.
         asked: plugins that must be supported here, whatever the profile says.
         command: the command line, kept with the run.
+        cache: folder in which what was found out about this machine is kept; None: nowhere.
 
     Raises:
         Refused: before anything was done: profile, data, plugins or folder do not allow the run.
@@ -64,12 +67,16 @@ def train(
     with ExitStack() as stack:
         store = stack.enter_context(Store.open(Path(loaded.profile.data.path)))
         profile = with_vocabulary(loaded.profile, store)
-        selection = registry.select(
-            registry.plan(profile, origins=loaded.origins),
-            machine,
-            unsupported=profile.unsupported_plugins,
-            asked=asked,
-        )
+
+        def select() -> registry.Selection:
+            return registry.select(
+                registry.plan(profile, origins=loaded.origins),
+                machine,
+                unsupported=profile.unsupported_plugins,
+                asked=asked,
+            )
+
+        selection = select()
         name = run or (newest_name if resume else free_name)(profile.name, parent=runs)
         place = run_folder(name, parent=runs)
         stack.enter_context(only_writer(place))
@@ -91,6 +98,16 @@ def train(
             kept = Run.create(place, profile_toml=profile.to_toml())
         for warning in [*registry.shadowed(registry.discover()), *doubts(profile)]:
             listener.note(warning)
+        fits = _kept_fit(checkpoint, profile) if checkpoint else None
+        if fits is None and profile.train.micro_batch == "auto":
+            fits = windows_that_fit(
+                profile,
+                machine=machine,
+                store=store,
+                make_plugins=lambda: select().enabled,
+                cache=cache,
+                note=listener.note,
+            )
         peak = measure_matmul_peak(machine.device, peak_dtype(machine.device))
         trainer = Trainer(
             profile,
@@ -101,6 +118,7 @@ def train(
             checkpoint=checkpoint,
             listener=listener,
             peak_flops=peak,
+            fits=fits,
             sessions=[
                 *(checkpoint.meta.get("sessions", []) if checkpoint else []),
                 {
@@ -111,28 +129,48 @@ def train(
                 },
             ],
         )
-        with signals_stop(trainer) as caught, trainer:
-            listener.started(run_info(trainer, selection, kept, peak))
-            trainer.run(stop_at)
-            progress = trainer.progress
-            incomplete = progress.step < profile.train.steps
-            finished = Finished(
-                steps=progress.step,
-                seconds=time.perf_counter() - start,
-                loss=trainer.journal.loss,
-                val_loss=progress.val_loss,
-                best_val_loss=None if progress.best_step is None else progress.best_loss,
-                stopped_by=(trainer.stop_reason or "--stop-at") if incomplete else None,
-                folder=str(kept.folder),
-            )
+        with signals_stop(trainer) as caught:
+            try:
+                with trainer:
+                    listener.started(run_info(trainer, selection, kept, peak))
+                    trainer.run(stop_at)
+            except KeyboardInterrupt:
+                if caught:
+                    raise _stopped(trainer, caught[0], name) from None
+                raise
+        finished = _finished(trainer, kept, seconds=time.perf_counter() - start)
         listener.finished(finished)
         if caught:
-            raise Stopped(
-                f"{signal.Signals(caught[0]).name} after step {progress.step}, which is saved: "
-                f"go on with gptfast train --resume --run {name}",
-                signum=caught[0],
-            )
+            raise _stopped(trainer, caught[0], name)
     return finished
+
+
+def _finished(trainer: Trainer, run: Run, *, seconds: float) -> Finished:
+    progress = trainer.progress
+    incomplete = progress.step < trainer.profile.train.steps
+    return Finished(
+        steps=progress.step,
+        seconds=seconds,
+        loss=trainer.journal.loss,
+        val_loss=progress.val_loss,
+        best_val_loss=None if progress.best_step is None else progress.best_loss,
+        stopped_by=(trainer.stop_reason or "--stop-at") if incomplete else None,
+        folder=str(run.folder),
+    )
+
+
+def _stopped(trainer: Trainer, signum: int, name: str) -> Stopped:
+    """What to tell after a signal: which step is saved, and how to go on."""
+    saved, again = trainer.saved_step, f"gptfast train --resume --run {name}"
+    if saved is None:
+        said = "before a first step was finished; nothing was saved: start again"
+    elif saved < trainer.profile.train.steps:
+        said = f"after step {saved}, which is saved: go on with {again}"
+    elif trainer.progress.evaluates:
+        said = f"in the evaluation after the last step, {saved}, which is saved: {again} makes it"
+    else:
+        said = f"after the last step, {saved}, which is saved: the run is complete"
+    return Stopped(f"{signal.Signals(signum).name} {said}", signum=signum)
 
 
 def with_vocabulary(profile: Profile, store: Store) -> Profile:
@@ -162,6 +200,13 @@ def doubts(profile: Profile) -> list[str]:
             "the learning rate never reaches its peak"
         ]
     return []
+
+
+def _kept_fit(checkpoint: Checkpoint, profile: Profile) -> int | None:
+    """What the run found to fit, unless the profile asks for something else now."""
+    asked_before = checkpoint.meta["profile"]["train"].get("micro_batch")
+    fits: int | None = checkpoint.meta.get("fits")
+    return fits if asked_before == profile.train.micro_batch else None
 
 
 def check_resume(checkpoint: Checkpoint, profile: Profile, store: Store) -> list[str]:
@@ -215,34 +260,6 @@ def run_info(
         ),
         skipped=tuple((s.name, s.reason) for s in selection.skipped),
     )
-
-
-@contextmanager
-def signals_stop(trainer: Trainer) -> Iterator[list[int]]:
-    """SIGINT and SIGTERM let the step finish, save and stop; the same one again stops at once.
-
-    While a checkpoint is being written a second one waits for it, and a third stops at once.
-    Yields the signals caught so far. Handlers are as found afterwards. Outside the main thread,
-    where Python allows no handlers, it does nothing.
-    """
-    caught: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield caught
-        return
-
-    def handle(signum: int, frame: FrameType | None) -> None:
-        times = caught.count(signum)  # a cluster's SIGTERM may follow a SIGINT: not a second one
-        if times > 1 or (times == 1 and not trainer.saving):
-            raise KeyboardInterrupt
-        caught.append(signum)
-        trainer.interrupt(signal.Signals(signum).name)
-
-    before = {signum: signal.signal(signum, handle) for signum in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def _differences(

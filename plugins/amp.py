@@ -64,6 +64,9 @@ class ScaledStepper:
         # answer that also holds for a fused optimizer, which skips inside its kernel.
         return self.scaler.get_scale() >= before
 
+    def skip(self, optimizer: Optimizer) -> None:
+        self.scaler.update()
+
 
 class AmpOptions(Options):
     dtype: Literal["auto", "bf16", "fp16"] = "auto"

@@ -20,6 +20,30 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+TALLIES = ("kills survived", "faults injected", "resumes compared")
+
+
+@pytest.fixture
+def tally(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """`tally(what, number=1)`: count what a test has just seen survived, injected or compared."""
+
+    def tally(what: str, number: int = 1) -> None:
+        assert what in TALLIES
+        record_property(what, number)
+
+    return tally
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line of what the passed tests did; properties of tests travel from xdist's workers."""
+    passed = terminalreporter.stats.get("passed", [])
+    done = [pair for report in passed for pair in report.user_properties]
+    totals = {what: sum(n for name, n in done if name == what) for what in TALLIES}
+    if any(totals.values()):
+        line = ", ".join(f"{what} {number}" for what, number in totals.items())
+        terminalreporter.write_line(line)
+
+
 @pytest.fixture(scope="session")
 def inputs() -> Path:
     """The folder of hard inputs."""

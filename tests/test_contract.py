@@ -40,6 +40,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "accumulate": {"micro_batch": 2},
     "activation-checkpointing": {},
     "amp": {"dtype": "bf16"},
+    "batch-threads": {"threads": 2},
     "chunked-loss": {"chunk_tokens": 24},
     "compile": {"backend": "aot_eager"},
     "cudnn-benchmark": {},
@@ -51,6 +52,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "muon": {},
     "prefetch": {},
     "resident": {},
+    "spike-guard": {"least": 2, "z": 0.5},
     "tf32": {},
     "vocab-pad": {},
 }

@@ -33,7 +33,7 @@ from gptfast.errors import Refused
 from gptfast.optim import PlainStepper
 from gptfast.plugin import Evaluated, Plugin, Stepped, Stepper, Want
 from gptfast.runs import Run, only_writer
-from gptfast.session import signals_stop
+from gptfast.signals import signals_stop
 from gptfast.trainer import Trainer
 
 MARKER = "PICKLE-CODE-RAN"
@@ -644,7 +644,7 @@ def test_a_refused_run_leaves_no_folder_and_an_old_one_stays(tmp_path: Path) -> 
 
 def test_sigterm_after_sigint_does_not_cut_the_step_short() -> None:
     told: list[str] = []
-    trainer = SimpleNamespace(saving=False, interrupt=told.append)
+    trainer = SimpleNamespace(can_be_cut=True, interrupt=told.append)
     with signals_stop(cast("Trainer", trainer)) as caught:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)

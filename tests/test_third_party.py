@@ -66,6 +66,9 @@ class Plain:
         optimizer.step()
         return True
 
+    def skip(self, optimizer):
+        self.say("stepper.skip")
+
 
 class Around:
     """Another source around the one it is given."""
@@ -163,6 +166,10 @@ class EveryHook(Plugin):
     def recover(self, error, profile):
         self.say("recover")
         return profile
+
+    def before_step(self, event):
+        self.say("before_step")
+        return Want.NOTHING
 
     def step(self, event):
         self.say(f"step {event.step}")

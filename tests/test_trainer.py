@@ -28,6 +28,7 @@ from gptfast.errors import GptfastError
 from gptfast.hooks import Hooks
 from gptfast.machine import find_machine
 from gptfast.model import GPT
+from gptfast.optim import PlainStepper
 from gptfast.plugin import (
     Batch,
     Context,
@@ -45,7 +46,7 @@ from gptfast.plugin import (
 from gptfast.registry import Found
 from gptfast.report import EvalRecord, Silent
 from gptfast.runs import Run
-from gptfast.trainer import PlainStepper, Trainer
+from gptfast.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

@@ -65,6 +65,7 @@ def command(
             asked=asked,
             command=("gptfast", *app.arguments),
             folder=app.folder,
+            cache=app.cache_dir,
             listener=listener,
         )
     if as_json:

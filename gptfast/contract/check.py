@@ -48,7 +48,7 @@ from gptfast.contract.tiny import (
 )
 from gptfast.errors import GptfastError, Refused
 from gptfast.model import GPT
-from gptfast.plugin import Claim, Machine, Parts, Profile
+from gptfast.plugin import Claim, Machine, Parts, Plugin, Profile
 from gptfast.profile import nearest
 from gptfast.registry import Enabled, Found
 from gptfast.runs import Run
@@ -310,6 +310,8 @@ class _Single:
         """No hook waits for the device in a step."""
         if self.rig.machine.kind != "cuda":
             raise _NotChecked("needs a CUDA device")
+        if type(self.plugin).before_step is not Plugin.before_step:
+            raise _NotChecked("before_step decides about the update by numbers that it must read")
         profile = self.rig.profile(train__log_interval=STEPS, train__eval_interval=0)
         trainer, _ = self.rig.trainer(profile)
         with trainer:

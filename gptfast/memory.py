@@ -1,0 +1,66 @@
+"""Running out of memory: how to tell, how to get it back, and how to need less."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from gptfast.errors import GptfastError
+from gptfast.profile import Profile
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether it is, or was raised from, a device's or the host's refusal of memory."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(error, RuntimeError) and (
+            "can't allocate memory" in str(error) or "out of memory" in str(error)
+        ):
+            return True
+        error = error.__cause__
+    return False
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what nobody holds any more. Not inside `except`, whose error holds its frames."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
+
+
+def micro_batches(batch_size: int) -> list[int]:
+    """The micro-batches that make up a batch, the largest first."""
+    return [windows for windows in range(batch_size, 0, -1) if batch_size % windows == 0]
+
+
+def with_at_most(profile: Profile, windows: int | None) -> Profile:
+    """The profile with micro-batches of at most `windows`; None: as it is."""
+    train = profile.train
+    if windows is None or (train.micro_batch != "auto" and train.windows_per_micro <= windows):
+        return profile
+    fitting = next(n for n in micro_batches(train.batch_size) if n <= windows)
+    return profile.replace({"train.micro_batch": fitting})
+
+
+def with_less(profile: Profile, error: BaseException) -> Profile | None:
+    """The profile with half the micro-batch; None where it is 1 or the error asks for else."""
+    windows = profile.train.windows_per_micro
+    if windows == 1 or not is_out_of_memory(error):
+        return None
+    return with_at_most(profile, windows // 2)
+
+
+def out_of_memory(profile: Profile, *, where: str) -> GptfastError:
+    """What to tell the user, in one line."""
+    windows = profile.train.windows_per_micro
+    one = windows == 1
+    return GptfastError(
+        f"{where}: out of memory with {'a single window' if one else f'{windows} windows'} of "
+        f"{profile.model.block_size} tokens in a forward pass: "
+        f"{'use' if one else 'set train.micro_batch = 1, or use'} a smaller model, a smaller "
+        "model.block_size or a plugin that saves memory (gptfast plugins)"
+    )
