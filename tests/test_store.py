@@ -18,9 +18,12 @@ from data_helpers import HDF5, TEXT, prepared, tiny_shakespeare, write_foreign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gptfast import config
+from gptfast.cli import main
 from gptfast.data.store import Store
 from gptfast.data.windows import WindowOrder
 from gptfast.errors import GptfastError, Refused
+from gptfast.session import with_vocabulary
 
 RAMP = HDF5 / "ok_u16_ramp20000.h5"
 """Token i is i."""
@@ -113,6 +116,52 @@ def test_ids_beyond_the_vocabulary_are_refused() -> None:
         store.check_ids(60001)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("truncated.h5", "cut short"),
+        ("zero_byte.h5", "0 bytes"),
+        ("text_named.h5", "not an HDF5 file"),
+        ("no_token_dataset.h5", "no dataset train or tokens"),
+        ("empty_dataset.h5", "0 tokens"),
+        ("float_tokens.h5", "float32"),
+        ("int32_negative.h5", "negative id -1 at index 2"),
+        ("two_dim.h5", "(20, 100)"),
+        ("id_out_of_vocab.h5", "id 60000 >= 50257"),
+    ],
+)
+def test_training_on_a_wrong_file_is_refused_before_anything_is_made(
+    name: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """H5-01, H5-09, TOK-05."""
+    monkeypatch.chdir(tmp_path)
+    path = HDF5 / name
+    assert main(["train", "--profile=baseline", f"--set=data.path={path}", "--device=cpu"]) == 2
+    refused = capsys.readouterr().err
+    assert f"{path}: " in refused
+    assert said in refused
+    assert refused.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_vocabulary_is_the_datas(own: Store, tmp_path: Path) -> None:
+    """TOK-05: 65 characters make a model of 65 ids, whatever else a profile trains on."""
+    _, chars = prepared(tmp_path, own.source or "", tokenizer="chars")
+    profile = config.load("gpt2-124m", folder=tmp_path).profile
+    with chars:
+        assert with_vocabulary(profile, chars).model.vocab_size == 65
+        with pytest.raises(Refused, match=r"has 65 ids, model\.vocab_size is 64: leave"):
+            with_vocabulary(profile.replace({"model.vocab_size": 64}), chars)
+        assert (
+            with_vocabulary(profile.replace({"model.vocab_size": 128}), chars).model.vocab_size
+            == 128
+        )
+
+
 def test_own_files_know_their_largest_id(own: Store) -> None:
     largest = max(int(own.tokens(split)[:].max()) for split in own.splits)
     own.check_ids(largest + 1)
@@ -185,13 +234,14 @@ print(resident() - before)
     assert int(grown.stdout) < 10 << 20
 
 
-def test_a_foreign_file_in_large_compressed_chunks_is_still_fast() -> None:
-    """H5-11."""
-    starts = np.random.default_rng(0).integers(0, 400_000 - 64, 1000)
-    begin = time.perf_counter()
-    with Store.open(HDF5 / "big_gzip_chunks.h5") as store:
-        store.read("train", starts, 64)
-    assert time.perf_counter() - begin < 2
+def test_a_foreign_file_in_large_compressed_chunks_is_still_fast(own: Store) -> None:
+    """H5-11: 1000 windows of 64 ids; processor time, whatever else the machine is doing."""
+    for path, patience_s in ((HDF5 / "big_gzip_chunks.h5", 2), (own.path, 1)):
+        begin = time.process_time()
+        with Store.open(path) as store:
+            starts = np.random.default_rng(0).integers(0, store.n_tokens("train") - 64, 1000)
+            store.read("train", starts, 64)
+        assert time.process_time() - begin < patience_s
 
 
 # processes, locks ------------------------------------------------------------------------------

@@ -229,6 +229,14 @@ def _check_header(path: Path, head: Sequence[int], vocabulary: Vocabulary, size:
     return n_tokens
 
 
+def is_token_file(path: Path) -> bool:
+    """Whether a file holds ids, by the name that nanoGPT gives it or by its header."""
+    if path.suffix != ".bin" or not path.is_file():
+        return False
+    head = np.fromfile(path, "<i4", 1).tolist()
+    return path.name in _RAW or (head != [] and head[0] in VOCABULARIES)
+
+
 def files_of(layout: Layout) -> Iterable[Path]:
     """All files that hold ids, each once."""
     return dict.fromkeys(part.path for split in layout.splits.values() for part in split.parts)

@@ -195,18 +195,21 @@ def _stretch(
     tokenizer: Tokenizer | None,
 ) -> Stretch:
     """From `start` to the end of its document, `n` tokens at most; the separator is not shown."""
-    several = len(documents) > 1
+    tokens = store.tokens(split)
     end = int(documents[document + 1]) if document + 1 < len(documents) else store.n_tokens(split)
-    ids = store.tokens(split)[start : min(start + n, end)]
-    cut = start + n < end
-    if tokenizer is not None and not cut and len(ids) and int(ids[-1]) == tokenizer.eot_id:
-        ids = ids[:-1]
+    if (
+        tokenizer is not None
+        and end - 1 > start
+        and int(tokens[end - 1 : end][0]) == tokenizer.eot_id
+    ):
+        end -= 1
+    ids = tokens[start : min(start + n, end)]
     return Stretch(
         split=split,
-        document=document if several else None,
+        document=document if len(documents) > 1 else None,
         start=start,
         n_tokens=len(ids),
-        cut=cut,
+        cut=start + n < end,
         text=None if tokenizer is None else decode(ids, tokenizer, where=store.path),
         ids=ids.tolist(),
     )
