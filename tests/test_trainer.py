@@ -33,6 +33,7 @@ from gptfast.plugin import (
     Batch,
     Context,
     Evaluated,
+    Machine,
     Parts,
     Plugin,
     Profile,
@@ -559,18 +560,40 @@ def test_it_learns_a_cycle(inputs: Path, tmp_path: Path) -> None:
 # what is kept when it fails --------------------------------------------------------------------
 
 
-class NotANumber(Plugin):
-    """The loss of step 5 is not a number."""
+class NotFinite(Plugin):
+    """In step 5 the loss is not a number, or only the gradient is infinite."""
+
+    class Options(Plugin.Options):  # type: ignore[name-defined,misc]  # a class of a class
+        what: str
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         self.calls = 0
 
         def poison(module: nn.Module, args: Any, out: Tensor) -> Tensor:
             self.calls += module.training
-            return out * math.nan if self.calls == 5 and module.training else out
+            return out * math.nan if self._now("loss") and module.training else out
 
         model.register_forward_hook(poison)
+        first = next(model.parameters())
+        first.register_hook(lambda grad: grad + math.inf if self._now("gradient") else grad)
         return model
+
+    def _now(self, what: str) -> bool:
+        return self.calls == 5 and self.options.what == what
+
+    def ready(self, parts: Parts) -> None:
+        self.model = parts.raw_model
+
+    def step(self, event: Stepped) -> Want:
+        AFTER.append(event.step)
+        return Want.NOTHING
+
+    def teardown(self) -> None:
+        WEIGHTS.append({k: v.clone() for k, v in self.model.state_dict().items()})
+
+
+AFTER: list[int] = []
+WEIGHTS: list[dict[str, Tensor]] = []
 
 
 class SignalsItself(Plugin):
@@ -591,7 +614,7 @@ class SignalsItself(Plugin):
         yield
 
 
-KNOWN = found(fails=Fails, not_a_number=NotANumber, signals=SignalsItself)
+KNOWN = found(fails=Fails, not_finite=NotFinite, signals=SignalsItself)
 
 
 @pytest.fixture
@@ -627,19 +650,49 @@ Train = Callable[..., int]
 Captured = pytest.CaptureFixture[str]
 
 
+@pytest.mark.parametrize("what", ["loss", "gradient"])
 @pytest.mark.parametrize("save_interval", [2, 6])
-def test_a_loss_that_is_not_a_number_stops_before_it_is_saved(
-    train: Train, tmp_path: Path, capsys: Captured, save_interval: int
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["cpu", "device"])
+def test_what_is_not_finite_stops_the_run_and_is_never_saved(
+    train: Train,
+    tmp_path: Path,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+    tally: Callable[..., None],
+    what: str,
+    save_interval: int,
+    runs_ahead: bool,
 ) -> None:
-    """TRN-06."""
-    code = train("--plugin", "not-a-number", "--set", f"train.save_interval={save_interval}")
+    """TRN-06: before the update on a CPU, before the next save on a device that runs ahead."""
+    monkeypatch.setattr(Machine, "runs_ahead", runs_ahead)
+    AFTER.clear()
+    WEIGHTS.clear()
+    settings = (f"plugins.not-finite.what={what}", f"train.save_interval={save_interval}")
+    assert train(*[word for one in settings for word in ("--set", one)]) == 1
     said = capsys.readouterr().err
-    assert code == 1
-    assert "step 5: loss nan" in said
+    assert "step 5: loss" in said
+    assert {"loss": "loss nan", "gradient": "gradient norm inf"}[what] in said
+    assert ("applied and not saved" if runs_ahead else "not applied") in said
     assert "Traceback" not in said
-    steps = kept(tmp_path).steps()
-    assert steps == ([2, 4] if save_interval == 2 else [])
-    assert all(is_intact(Checkpoint.open(kept(tmp_path).checkpoint_folder(s))) for s in steps)
+    assert (AFTER[-1] == 4) is not runs_ahead
+
+    run = kept(tmp_path)
+    with Store.open(tmp_path / "tiny.h5") as store:
+        order = WindowOrder(7, "train", store.n_tokens("train"), 16)
+    starts = order.starts(5, batch_size=4).tolist()
+    assert f"tokens {', '.join(map(str, starts))})" in said
+    named = [r for r in run.metrics() if r["kind"] == "not_finite"]
+    assert [(r["step"], r["starts"]) for r in named] == [(5, starts)]
+
+    assert run.steps() == ([2, 4] if save_interval == 2 else [])
+    assert all(is_intact(Checkpoint.open(run.checkpoint_folder(s))) for s in run.steps())
+    if run.steps():
+        from safetensors.torch import load_file
+
+        saved = load_file(run.latest().folder / "model.safetensors")
+        unchanged = all(torch.equal(saved[name], WEIGHTS[-1][name]) for name in saved)
+        assert unchanged is not runs_ahead
+    tally("faults injected")
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from gptfast.bench.rung import Rung, TrainerLoop, built_rung
 from gptfast.data.store import Store
 from gptfast.errors import GptfastError
 from gptfast.machine import find_machine, measure_matmul_peak, peak_dtype
+from gptfast.memory import is_out_of_memory
 from gptfast.plugin import Profile
 from gptfast.session import with_vocabulary
 
@@ -89,19 +90,6 @@ def reason(error: BaseException) -> str:
     text = str(error) if isinstance(error, GptfastError) else f"{type(error).__name__}: {error}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return f"out of memory: {lines[0]}" if is_out_of_memory(error) else lines[0]
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether it is, or was raised from, a device's or the host's refusal of memory."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return True
-        if isinstance(error, RuntimeError) and (
-            "can't allocate memory" in str(error) or "out of memory" in str(error)
-        ):
-            return True
-        error = error.__cause__
-    return False
 
 
 class Desk:
