@@ -182,7 +182,7 @@ def published_sources(bench: Bench) -> Iterator[str]:
 def overhead_lines(found: Overhead) -> Iterator[str]:
     """What the machinery costs, a line each."""
     machine, slower = found.machine, found.slower
-    extra_us = (found.trainer_ms - found.bare_ms) * 1e3
+    extra_us = found.share * found.bare_ms * 1e3
     yield (
         f"profile {found.profile['name']} without plugins on {machine.name} ({machine.device}, "
         f"{machine.threads} threads): {found.protocol.rounds} rounds of {found.protocol.steps} "
