@@ -73,7 +73,7 @@ def layout_of(path: Path) -> Layout:
     """
     if path.is_dir():
         return _bin_layout(_in_folder(path))
-    if path.suffix == ".bin" and path.exists():
+    if path.suffix == ".bin":
         return _bin_layout(_with_the_other_split(path))
     layout = hdf5_layout(path)
     return _with_hdf5_beside(layout, path) if layout.kind == HDF5 else layout
@@ -100,6 +100,8 @@ def _in_folder(folder: Path) -> dict[str, list[Path]]:
 
 
 def _with_the_other_split(path: Path) -> dict[str, list[Path]]:
+    if not path.exists():
+        raise Refused(f"{path}: no such file: name a token file, or the folder of them")
     named = _NAME.fullmatch(path.name)
     if named is None:
         return {"train": [path]}
@@ -180,10 +182,10 @@ def _read_head(path: Path) -> tuple[Vocabulary | None, Part]:
     """The vocabulary that a file names and where its ids lie; None: it has no header."""
     try:
         known_as = identity(path)
+        size = path.stat().st_size
         head = np.fromfile(path, "<i4", 3).tolist()
     except OSError as error:
         raise Refused(f"{path}: cannot be read ({error.strerror})") from error
-    size = path.stat().st_size
     if size == 0:
         raise Refused(f"{path}: is empty, 0 tokens: copy it or make it again")
     if head and head[0] in VOCABULARIES:
@@ -234,7 +236,7 @@ def is_token_file(path: Path) -> bool:
     if path.suffix != ".bin" or not path.is_file():
         return False
     head = np.fromfile(path, "<i4", 1).tolist()
-    return path.name in _RAW or (head != [] and head[0] in VOCABULARIES)
+    return path.name in _RAW or not VOCABULARIES.keys().isdisjoint(head)
 
 
 def files_of(layout: Layout) -> Iterable[Path]:

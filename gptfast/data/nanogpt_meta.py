@@ -23,8 +23,8 @@ META = "meta.pkl"
 PROTOCOL = 4
 """What nanoGPT's own `pickle.dump` writes on Python 3.8 to 3.13; a later Python reads it too."""
 
-_LARGEST = 1 << 26
-"""Bytes; all 1.1 million characters of Unicode take a third of it."""
+_LARGEST = 1 << 25
+"""Bytes; all 1.1 million characters of Unicode take less."""
 _PLAIN = frozenset(
     {
         *("PROTO", "FRAME", "STOP", "MARK"),
@@ -65,9 +65,12 @@ def read_meta(path: Path) -> Meta:
         Refused: it cannot be read, would run something, or holds no vocabulary.
     """
     try:
-        content = path.read_bytes()
+        size = path.stat().st_size
+        content = path.read_bytes() if size <= _LARGEST else b""
     except OSError as error:
         raise Refused(f"{path}: cannot be read ({error.strerror})") from error
+    if size > _LARGEST:
+        raise Refused(f"{path}: has {size:,} bytes, more than any table of characters: {_AWAY}")
     meta = _unpickled(content, path)
     if not isinstance(meta, dict):
         raise Refused(f"{path}: holds a {type(meta).__name__}, not a dict: {_AWAY}")
@@ -104,8 +107,6 @@ class _Plain(pickle.Unpickler):
 
 
 def _unpickled(content: bytes, path: Path) -> object:
-    if len(content) > _LARGEST:
-        raise Refused(f"{path}: has {len(content):,} bytes, more than any vocabulary: {_AWAY}")
     try:
         for instruction, value, _ in pickletools.genops(content):
             if instruction.name not in _PLAIN:

@@ -137,8 +137,8 @@ class Store:
         definition = self.tokenizer_definition
         if definition is None:
             raise Refused(
-                f"{self.path}: holds ids but no tokenizer, so its text cannot be shown: make the "
-                "file with gptfast prepare"
+                f"{self.path}: holds ids but no tokenizer, so its text cannot be shown: gptfast "
+                "data import with --tokenizer makes a file that has one"
             )
         return from_definition(definition)
 
@@ -257,9 +257,10 @@ class Store:
         try:
             return self.layout.splits[name]
         except KeyError:
+            own = self.layout.kind == OWN
             raise Refused(
                 f"{self.path}: has no split {name}, only {', '.join(self.splits)}: "
-                f"{prepare_command(self.path)} makes one"
+                + (f"{prepare_command(self.path)} makes one" if own else "lay its file beside it")
             ) from None
 
     def _disown(self) -> None:
