@@ -19,10 +19,16 @@ from gptfast.data.layout import SPLITS
 from gptfast.data.plan import Part, Plan
 from gptfast.data.sources import Source
 from gptfast.data.tokenizer import Tokenizer
+from gptfast.data.vocabularies.encoders import Encoder
 from gptfast.errors import GptfastError
 
 _BATCH = 1 << 17
 """Characters that a thread gets at a time, at least."""
+_SAMPLE = 1 << 11
+"""Characters of them that are compared with tiktoken where another encodes: at its speed, more
+would take longer than to encode them all."""
+_SAMPLE_OF_ONE = 64
+"""Characters of each source, where a batch has many."""
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -61,6 +67,7 @@ def encode(
     plan: Plan,
     *,
     tokenizer: Tokenizer,
+    encoder: Encoder,
     reading: Reading,
     workers: int,
     skip: int = 0,
@@ -68,17 +75,20 @@ def encode(
     """The ids of all text that is taken: all training text in its order, then all other.
 
     Args:
+        encoder: gives the ids of `tokenizer`.
         workers: threads.
         skip: how many chunks to pass over.
 
     Raises:
-        GptfastError: the tokenizer failed, a file has changed since it was surveyed.
+        GptfastError: the tokenizer failed, the encoder gives other ids, a file has changed since it
+            was surveyed.
     """
     n_documents = sum(len(s.sizes) for s in surveys)
     separator = tokenizer.eot_id if plan.has_documents else None
 
     def encode_batch(batch: Sequence[Chunk]) -> Encoded:
-        return _encoded(batch, tokenizer, separator=separator, n_documents=n_documents)
+        _check_sample(batch, encoder, n_documents=n_documents)
+        return _encoded(batch, encoder, separator=separator, n_documents=n_documents)
 
     whole = tokenizer.needs_whole_documents
     chunks = _chunks(surveys, plan, splits=SPLITS, reading=reading, whole=whole)
@@ -98,7 +108,7 @@ def training_text(surveys: Sequence[Survey], plan: Plan, *, reading: Reading) ->
 
 
 def _encoded(
-    batch: Sequence[Chunk], tokenizer: Tokenizer, *, separator: int | None, n_documents: int
+    batch: Sequence[Chunk], encoder: Encoder, *, separator: int | None, n_documents: int
 ) -> Encoded:
     parts: list[NDArray[np.uint32]] = []
     documents: list[int] = []
@@ -106,21 +116,44 @@ def _encoded(
     for chunk in batch:
         if chunk.begins:
             documents.append(n_tokens)
-        try:
-            parts.append(tokenizer.encode(chunk.text))
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a panic in Rust is no Exception
-            raise GptfastError(
-                f"{chunk.source.label}: document {chunk.document + 1} of {n_documents}: the "
-                f"tokenizer {tokenizer.name} failed ({type(error).__name__}: {error})"
-            ) from error
+        parts.append(_call(encoder.encode, chunk.text, place=(chunk, n_documents), by=encoder.name))
         n_tokens += len(parts[-1])
         if chunk.ends and separator is not None:
             parts.append(np.array([separator], dtype=np.uint32))
             n_tokens += 1
         n_bytes += utf8_size(chunk.text)
     return Encoded(batch[0].split, np.concatenate(parts), documents, n_bytes, len(batch))
+
+
+def _check_sample(batch: Sequence[Chunk], encoder: Encoder, *, n_documents: int) -> None:
+    """Have the beginning of each source in the batch encoded twice."""
+    firsts = {chunk.source.label: chunk for chunk in reversed(batch)}
+    n_chars = max(_SAMPLE // len(firsts), _SAMPLE_OF_ONE)
+    for chunk in firsts.values():
+        sample, place = chunk.text[:n_chars], (chunk, n_documents)
+        at = _call(encoder.differs_at, sample, place=place, by=encoder.name)
+        if at is not None:
+            raise GptfastError(
+                f"{_named(place)}: {encoder.name} gives other ids than tiktoken for "
+                f"{sample[max(0, at - 20) : at + 20]!r}: use --encoder tiktoken"
+            )
+
+
+def _call(function: Callable[[str], A], text: str, *, place: tuple[Chunk, int], by: str) -> A:
+    """Have an encoder's failure name the text that it failed at."""
+    try:
+        return function(text)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic in Rust is no Exception
+        raise GptfastError(
+            f"{_named(place)}: the tokenizer {by} failed ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _named(place: tuple[Chunk, int]) -> str:
+    chunk, n_documents = place
+    return f"{chunk.source.label}: document {chunk.document + 1} of {n_documents}"
 
 
 def _chunks(

@@ -39,6 +39,7 @@ from gptfast.data.tokenizer import (
     load_tokenizer,
     made_from_corpus,
 )
+from gptfast.data.vocabularies.encoders import Choice, encoder_for
 from gptfast.data.writer import Draft, check_room, id_dtype
 from gptfast.errors import Refused
 
@@ -66,6 +67,8 @@ class Prepared:
     source: str
     tokenizer: str
     vocab_size: int
+    encoder: str
+    """Who made the ids: gigatoken, tiktoken, or the tokenizer itself by its name."""
     train: SplitCount
     val: SplitCount
     n_documents: int
@@ -97,6 +100,7 @@ def prepare(
     reading: Reading = STRICT,
     pattern: str | None = None,
     workers: int | None = None,
+    encoder: Choice = "auto",
     force: bool = False,
     resume: bool = False,
     cache_dir: Path | None = None,
@@ -113,6 +117,8 @@ def prepare(
         reading: where the text of a row is, and what to do with what cannot be read.
         pattern: which files of a folder are read; None: those that are known by their ending.
         workers: threads that encode; None: one for each core.
+        encoder: "auto": gigatoken where it is installed, knows the tokenizer and has enough to do.
+            The ids are the same.
         force: replace an existing file.
         resume: go on where a `prepare` of the same texts with the same options was stopped.
         cache_dir: where downloads are kept; only a corpus known by name needs it.
@@ -151,6 +157,8 @@ def prepare(
                 n_chars=sum(part.n_chars for part in planned.parts),
             )
         _check_documents(surveys, tokenizer)
+        n_bytes = sum(s.n_bytes for s in surveys)
+        encodes = encoder_for(tokenizer, encoder, n_bytes=n_bytes)
         options = {
             "SOURCE": corpus.description,
             "--val-fraction": val_fraction,
@@ -169,6 +177,7 @@ def prepare(
             surveys,
             planned,
             tokenizer=tokenizer,
+            encoder=encodes,
             reading=reading,
             workers=workers or os.cpu_count() or 1,
             skip=draft.n_chunks,
@@ -187,6 +196,7 @@ def prepare(
             source=corpus.description,
             tokenizer=tokenizer.name,
             vocab_size=tokenizer.vocab_size,
+            encoder=encodes.name,
             train=_counted(draft, "train"),
             val=_counted(draft, "val"),
             n_documents=sum(len(s.sizes) for s in surveys),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -126,6 +127,27 @@ class Bpe:
             special_tokens=definition["special_tokens"],
             separator=definition.get("separator", END_OF_TEXT),
         )
+
+
+def unreachable(ranks: Mapping[bytes, int]) -> bytes | None:
+    """A token that merging never makes in one last step from two others; None: there is none."""
+    for token, rank in ranks.items():
+        if len(token) > 2 and len(_merged(token, ranks, below=rank)) != 2:
+            return token
+    return None
+
+
+def _merged(token: bytes, ranks: Mapping[bytes, int], *, below: int) -> list[bytes]:
+    """What becomes of the bytes of a token by the merges `below` a rank."""
+    parts = [token[n : n + 1] for n in range(len(token))]
+    while len(parts) > 1:
+        pairs = [ranks.get(a + b, below) for a, b in itertools.pairwise(parts)]
+        lowest = min(pairs)
+        if lowest >= below:
+            break
+        at = pairs.index(lowest)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
 
 
 def without_surrogates(text: str) -> str:

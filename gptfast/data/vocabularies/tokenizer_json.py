@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gptfast.data.vocabularies.bpe import PATTERNS, Bpe, printable_bytes
+from gptfast.data.vocabularies.bpe import PATTERNS, Bpe, printable_bytes, unreachable
 from gptfast.data.vocabularies.hugging_face import HuggingFace
 from gptfast.errors import Refused
 
@@ -84,7 +84,8 @@ def _as_bpe(name: str, content: Mapping[str, Any], separator: str | None) -> Bpe
     """The same tokenizer as tiktoken knows them; None: it is of another kind.
 
     tiktoken merges two tokens wherever both together are one, the lowest id first. So does a list
-    of merges which makes every longer token, in the order of the ids.
+    of merges which makes every longer token, in the order of the ids, and each from what the merges
+    before it leave of its bytes.
     """
     model, added = content["model"], content["added_tokens"]
     pattern = _pattern(content)
@@ -106,6 +107,8 @@ def _as_bpe(name: str, content: Mapping[str, Any], separator: str | None) -> Bpe
     if merged != sorted(merged) or set(merged) != longer or len(words) - len(longer) != 256:
         return None
     ranks = {bytes(byte_of[c] for c in word): i for word, i in words.items()}
+    if unreachable(ranks) is not None:
+        return None
     return Bpe(
         name, pattern=pattern, ranks=ranks, special_tokens=special_tokens, separator=separator
     )
