@@ -57,7 +57,7 @@ _OTHER_MAGICS = {
     20240803: "weights of a model",
 }
 """What else llm.c writes into `.bin` files."""
-_RAW = {"train.bin": "train", "val.bin": "val"}
+_RAW = ("train.bin", "val.bin")
 """Without a header the name is all that tells a token file; nanoGPT has these two."""
 _NAME = re.compile(r"(?:(?P<corpus>.+)_)?(?P<split>train|val)(?:_(?P<shard>\d+))?\.bin")
 _HDF5_NAME = re.compile(r"(?P<corpus>.+)_(?P<split>train|val|dev)(?P<suffix>\.h5|\.hdf5)")
@@ -126,8 +126,9 @@ def _with_hdf5_beside(layout: Layout, path: Path) -> Layout:
     splits = {_split(named["split"]): layout.splits["train"]}
     for other in _BESIDE[named["split"]]:
         beside = path.with_name(f"{named['corpus']}_{other}{named['suffix']}")
-        if beside.exists():
-            splits.setdefault(_split(other), hdf5_layout(beside).splits["train"])
+        found = hdf5_layout(beside) if beside.exists() else None
+        if found is not None and found.kind == HDF5:
+            splits.setdefault(_split(other), found.splits["train"])
     return replace(layout, splits=_in_order(splits))
 
 
@@ -142,44 +143,50 @@ def _in_order(splits: dict[str, Split]) -> dict[str, Split]:
 # what is in them -----------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Head:
+    """What the beginning of a token file says."""
+
+    vocabulary: Vocabulary | None
+    """None: it has no header, which says nothing."""
+    part: Part
+
+
 def _bin_layout(files: dict[str, list[Path]]) -> Layout:
-    first, vocabulary = None, None
-    splits = {}
-    for split, paths in files.items():
-        parts = []
-        for path in paths:
-            found, part = _read_head(path)
-            if first is None:
-                first, vocabulary = path, found
-            elif found is not vocabulary:
-                raise Refused(
-                    f"{path}: is {_called(found)}, but {first.name} is {_called(vocabulary)}: keep "
-                    "them in folders of their own"
-                )
-            parts.append(part)
-        splits[split] = Split(split, tuple(parts))
-    assert first is not None, "a corpus has files"
-    if vocabulary is not None:
-        return Layout(LLM_C, _in_order(splits), vocabulary.n_ids, vocabulary.tokenizer)
-    meta_path = first.with_name(META)
-    meta = read_meta(meta_path) if meta_path.exists() else Meta(None, None)
-    return Layout(
-        NANOGPT,
-        _in_order(splits),
-        vocab_size=meta.vocab_size,
-        tokenizer_name=None if meta.alphabet is None else "chars",
-        tokenizer=None
-        if meta.alphabet is None
-        else {"kind": "chars", "name": "chars", "alphabet": meta.alphabet},
+    heads = {split: [_read_head(path) for path in paths] for split, paths in files.items()}
+    vocabulary = _common_vocabulary([head for its_heads in heads.values() for head in its_heads])
+    splits = _in_order(
+        {
+            split: Split(split, tuple(h.part for h in its_heads))
+            for split, its_heads in heads.items()
+        }
     )
+    if vocabulary is not None:
+        return Layout(LLM_C, splits, vocabulary.n_ids, vocabulary.tokenizer)
+    meta_path = next(iter(splits.values())).parts[0].path.with_name(META)
+    meta = read_meta(meta_path) if meta_path.exists() else Meta(None, None)
+    if meta.alphabet is None:
+        return Layout(NANOGPT, splits, meta.vocab_size)
+    characters = {"kind": "chars", "name": "chars", "alphabet": meta.alphabet}
+    return Layout(NANOGPT, splits, meta.vocab_size, "chars", characters)
+
+
+def _common_vocabulary(heads: Sequence[_Head]) -> Vocabulary | None:
+    first = heads[0]
+    for head in heads:
+        if head.vocabulary is not first.vocabulary:
+            raise Refused(
+                f"{head.part.path}: is {_called(head.vocabulary)}, but {first.part.path.name} is "
+                f"{_called(first.vocabulary)}: keep them in folders of their own"
+            )
+    return first.vocabulary
 
 
 def _called(vocabulary: Vocabulary | None) -> str:
     return "without a header" if vocabulary is None else f"of {vocabulary.name}'s vocabulary"
 
 
-def _read_head(path: Path) -> tuple[Vocabulary | None, Part]:
-    """The vocabulary that a file names and where its ids lie; None: it has no header."""
+def _read_head(path: Path) -> _Head:
     try:
         known_as = identity(path)
         size = path.stat().st_size
@@ -191,7 +198,8 @@ def _read_head(path: Path) -> tuple[Vocabulary | None, Part]:
     if head and head[0] in VOCABULARIES:
         vocabulary = VOCABULARIES[head[0]]
         n_tokens = _check_header(path, head, vocabulary, size)
-        return vocabulary, Part(path, n_tokens, vocabulary.dtype, HEADER_BYTES, known_as)
+        part = Part(path, n_tokens, vocabulary.dtype, HEADER_BYTES, known_as)
+        return _Head(vocabulary, part)
     if head and head[0] in _OTHER_MAGICS:
         raise Refused(
             f"{path}: holds {_OTHER_MAGICS[head[0]]} of llm.c (magic {head[0]}), not tokens: "
@@ -205,7 +213,7 @@ def _read_head(path: Path) -> tuple[Vocabulary | None, Part]:
         )
     if size % 2:
         raise Refused(f"{path}: has {size:,} bytes, no whole number of uint16 ids: copy it again")
-    return None, Part(path, size // 2, np.dtype("<u2"), 0, known_as)
+    return _Head(None, Part(path, size // 2, np.dtype("<u2"), 0, known_as))
 
 
 def _check_header(path: Path, head: Sequence[int], vocabulary: Vocabulary, size: int) -> int:
