@@ -12,16 +12,14 @@ import json
 import os
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gptfast.data.job import Job
 from gptfast.data.layout import SPLITS
-
-Job = Mapping[str, Any]
-"""All that the ids depend on, by name, as JSON has it."""
 
 _EVERY_S = 5.0
 """Between two points: what a kill can cost."""
@@ -93,21 +91,18 @@ def find_unfinished(target: Path) -> Unfinished | None:
     return None
 
 
+def at_work(target: Path) -> int | None:
+    """The number of another process that makes `target`; None: there is none."""
+    others = (pid for pid, _ in _all_of(target) if pid != os.getpid() and _is_running(pid))
+    return next(others, None)
+
+
 def sweep(target: Path, *, but: Unfinished | None = None) -> None:
     """Remove what dead processes left of `target`."""
     kept = () if but is None else (but.partial, but.journal)
     for path in _leavings(target):
         if path not in kept:
             path.unlink(missing_ok=True)
-
-
-def difference(before: Job, now: Job) -> str | None:
-    """What differs between two jobs, in words; None: nothing."""
-    for name in [*before, *now]:
-        if before.get(name) != now.get(name):
-            was, is_ = (job.get(name, "nothing") for job in (before, now))
-            return f"{name} was {was} and is {is_}"
-    return None
 
 
 class Journal:
@@ -197,12 +192,16 @@ def _last_point(said: Sequence[dict[str, Any]]) -> Point:
 
 
 def _leavings(target: Path) -> Iterator[Path]:
+    # In a container each process may have the number of the one that was killed.
+    return (path for pid, path in _all_of(target) if pid == os.getpid() or not _is_running(pid))
+
+
+def _all_of(target: Path) -> Iterator[tuple[int, Path]]:
     for suffix in (_PARTIAL, _JOURNAL):
         for path in target.parent.glob(f".{glob.escape(target.name)}.*{suffix}"):
             pid = path.name.split(".")[-2]
-            # In a container every process may be called as the one that was killed.
-            if pid.isdigit() and (int(pid) == os.getpid() or not _is_running(int(pid))):
-                yield path
+            if pid.isdigit():
+                yield int(pid), path
 
 
 def _is_running(pid: int) -> bool:

@@ -13,21 +13,19 @@ documents join directly, and only the document starts in the data file tell them
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from gptfast import __version__
 from gptfast.data.corpus import Survey, survey
 from gptfast.data.encoding import Encoded, encode, training_text
 from gptfast.data.formats import STRICT, Reading
-from gptfast.data.journal import Job, Unfinished, difference, find_unfinished
+from gptfast.data.job import Job, difference, job_of
+from gptfast.data.journal import Unfinished, at_work, find_unfinished
 from gptfast.data.layout import SPLITS
 from gptfast.data.plan import Plan, plan
 from gptfast.data.sources import find, short_name
@@ -166,7 +164,7 @@ def prepare(
             "--errors": reading.errors,
             "--on-bad-row": reading.on_bad_row,
         }
-        job = _job(surveys, planned, tokenizer, options)
+        job = job_of(surveys, planned, tokenizer=tokenizer, options=options)
         _check_same(unfinished, job)
         _check_room(out, surveys, planned, tokenizer, unfinished)
         draft = Draft(out, vocab_size=tokenizer.vocab_size, job=job, unfinished=unfinished)
@@ -245,6 +243,8 @@ def _check_documents(surveys: Sequence[Survey], tokenizer: Tokenizer) -> None:
 
 def _unfinished(out: Path, *, resume: bool, note: Callable[[str], None]) -> Unfinished | None:
     """What to go on with."""
+    if resume and (pid := at_work(out)) is not None:
+        raise Refused(f"{out}: process {pid} is at work on it: wait for it, or stop it first")
     found = find_unfinished(out)
     if found is not None and not resume:
         note(
@@ -254,35 +254,6 @@ def _unfinished(out: Path, *, resume: bool, note: Callable[[str], None]) -> Unfi
     if found is None and resume:
         note(f"{out}: there is nothing to resume, it begins anew")
     return found if resume else None
-
-
-def _job(
-    surveys: Sequence[Survey],
-    planned: Plan,
-    tokenizer: Tokenizer,
-    options: Mapping[str, object],
-) -> Job:
-    """All that the ids and their order depend on."""
-    definition = json.dumps(tokenizer.definition()).encode()
-    splits = hashlib.sha256()
-    for part in planned.parts:
-        splits.update(repr((part.train_end, part.end, part.n_chars)).encode())
-        splits.update(part.copies.tobytes())
-    return {
-        "gptfast": __version__,
-        **{package: _version(package) for package in ("tiktoken", "gigatoken", "tokenizers")},
-        **options,
-        "--tokenizer": f"{tokenizer.name} {hashlib.sha256(definition).hexdigest()}",
-        **{f"SHA-256 of {s.source.label}": s.sha256 for s in surveys},
-        "SHA-256 of the splits": splits.hexdigest(),
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _check_same(unfinished: Unfinished | None, job: Job) -> None:

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gptfast.data.job import Job
 from gptfast.data.journal import (
-    Job,
     Journal,
     Point,
     SplitPoint,
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from gptfast.data.tokenizer import Tokenizer
 
 _PAGE = 4096
+_HEADERS = 2 * _PAGE
+"""Bytes before a split, which HDF5 takes for what describes it."""
 _COPY = 1 << 22
 _SLACK = 1 << 17
 """Bytes that HDF5 needs besides the data."""
@@ -225,7 +227,7 @@ class Draft:
 
     def _begin(self, split: str) -> int:
         """The first byte of a split."""
-        return _PAGE if split == "train" else _up(self._end("train"))
+        return _HEADERS if split == "train" else _up(self._end("train")) + _HEADERS
 
     def _end(self, split: str) -> int:
         return self._begin(split) + self._splits[split].n_tokens * self.dtype.itemsize
@@ -293,7 +295,7 @@ class Draft:
             pass
         self._write(0, empty.getbuffer())
         access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
-        access.set_alignment(_PAGE, _PAGE)
+        access.set_alignment(1, _PAGE)
         opened = h5py.h5f.open(os.fsencode(self._partial), h5py.h5f.ACC_RDWR, access)
         with h5py.File(opened) as file:
             yield file
@@ -304,7 +306,6 @@ class Draft:
         for name in SPLITS:
             n_tokens = self._splits[name].n_tokens
             at = _allocate(file, name, n_tokens, self.dtype)
-            # HDF5 aligns nothing that is smaller than a page.
             if at is not None and at != self._begin(name):
                 moves.append((self._begin(name), at, n_tokens * self.dtype.itemsize))
         # Those that move up from the last on, then those that move down from the first on.
