@@ -47,7 +47,7 @@ from gptfast.cli.options import device_option, json_option
 )
 @click.option(
     "--tokenizer",
-    metavar="NAME",
+    metavar="NAME_OR_FILE",
     help="For a model that was trained on bare ids.  [default: the model's own]",
 )
 @click.option("--no-stream", is_flag=True, help="Print a text when it is complete.")

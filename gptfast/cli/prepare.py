@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     metavar="NAME",
     default="gpt2",
     show_default=True,
-    help="gpt2, cl100k_base, o200k_base, bytes or chars.",
+    help="gpt2, cl100k_base, o200k_base, bytes, chars, bpe:N (N ids, trained on the text), a "
+    ".tiktoken file, or a tokenizer.json of Hugging Face.",
 )
 @click.option(
     "--val-fraction",
@@ -70,6 +71,13 @@ if TYPE_CHECKING:
     metavar="N",
     help="Threads that encode.  [default: one for each core]",
 )
+@click.option(
+    "--encoder",
+    type=click.Choice(["auto", "tiktoken", "gigatoken"]),
+    default="auto",
+    show_default=True,
+    help="Who makes the ids, which are the same; auto: gigatoken for 8 MB and more, if installed.",
+)
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
 @click.option(
     "--resume",
@@ -90,6 +98,7 @@ def command(
     on_bad_row: Literal["stop", "skip"],
     pattern: str | None,
     workers: int | None,
+    encoder: Literal["auto", "tiktoken", "gigatoken"],
     force: bool,
     resume: bool,
     as_json: bool,
@@ -113,6 +122,7 @@ def command(
             reading=Reading(errors=errors, text_key=text_key, on_bad_row=on_bad_row),
             pattern=pattern,
             workers=workers,
+            encoder=encoder,
             force=force,
             resume=resume,
             cache_dir=app.cache_dir,
@@ -128,9 +138,10 @@ def command(
 def _show(prepared: Prepared, console: Console, folder: Path) -> None:
     path = prepared.path
     shown = path.relative_to(folder) if path.is_relative_to(folder) else path
+    by = " by gigatoken" if prepared.encoder == "gigatoken" else ""
     console.line(
         f"{shown}: {prepared.train.n_tokens + prepared.val.n_tokens:,} tokens of "
-        f"{prepared.tokenizer} ({prepared.vocab_size:,} ids), {prepared.n_documents:,} "
+        f"{prepared.tokenizer} ({prepared.vocab_size:,} ids){by}, {prepared.n_documents:,} "
         f"document{'s' * (prepared.n_documents != 1)}, {prepared.seconds:.1f} s"
     )
     console.line(f"from {prepared.source}")
