@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gptfast.console import Console
+    from gptfast.data.export import Format
     from gptfast.data.inspection import Description, Stretch
     from gptfast.data.verify import Verified
 
@@ -99,7 +100,7 @@ def _show(found: Description, console: Console) -> None:
             "",
             ["source", "documents", "bytes", "SHA-256"],
             [
-                (one["name"], _number(one["documents"]), _number(one["bytes"]), one["sha256"])
+                (one["name"], _number(one.get("documents")), _number(one["bytes"]), one["sha256"])
                 for one in found.sources[:_SHOWN_SOURCES]
             ],
         )
@@ -224,4 +225,119 @@ def _heading(stretch: Stretch) -> str:
     more = ", goes on" if stretch.cut and stretch.document is not None else ""
     return (
         f"--- {stretch.split}: {document}{stretch.n_tokens:,} tokens from {stretch.start:,}{more}"
+    )
+
+
+@command.command()
+@_file_argument
+@click.option(
+    "--format",
+    type=click.Choice(["nanogpt", "llm.c"]),
+    required=True,
+    help="nanogpt: train.bin, val.bin, meta.pkl. llm.c, also for modded-nanogpt: NAME_train.bin.",
+)
+@click.option(
+    "--out",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Where to; made if it is not there.",
+)
+@click.option("--name", metavar="NAME", help="Of llm.c's files.  [default: FILE's]")
+@click.option(
+    "--shard-tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=10**8,
+    show_default=True,
+    help="Tokens in a shard of llm.c, at most.",
+)
+@click.option("--force", is_flag=True, help="Replace files that are there.")
+@json_option
+@click.pass_obj
+def export(
+    app: App,
+    *,
+    file: Path,
+    format: Format,
+    out: Path,
+    name: str | None,
+    shard_tokens: int,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Write token files for nanoGPT, llm.c or modded-nanogpt.
+
+    llm.c knows the ids of GPT-2 (uint16) and of Llama 3 (uint32); nanoGPT any below 65,536.
+    """
+    from gptfast.data.export import export as write
+    from gptfast.data.store import Store
+
+    with (
+        Store.open(app.folder / file) as store,
+        app.console.prepare_progress(None, verb="export") as progress,
+    ):
+        written = write(
+            store,
+            app.folder / out,
+            format=format,
+            name=name or file.resolve().stem,
+            shard_tokens=shard_tokens,
+            force=force,
+            progress=progress,
+        )
+    for note in written.notes:
+        app.console.warn(note)
+    if as_json:
+        app.console.json(written)
+        return
+    folder = app.console.path(str(written.folder))
+    app.console.line(f"{folder}: {written.n_tokens:,} tokens, {written.n_bytes:,} bytes")
+    for one in written.files:
+        app.console.line(f"  {one}")
+
+
+@command.command(name="import")
+@_file_argument
+@click.option(
+    "--out",
+    metavar="FILE.h5",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="The file to make.",
+)
+@_tokenizer_option
+@click.option("--force", is_flag=True, help="Replace the file if it exists.")
+@json_option
+@click.pass_obj
+def import_(
+    app: App, *, file: Path, out: Path, tokenizer: str | None, force: bool, as_json: bool
+) -> None:
+    """Make a data file of another program's token files, ids as they are.
+
+    Training reads such files where they lie, too. A data file of its own also has the tokenizer,
+    where documents begin, and checksums.
+    """
+    from gptfast.data.convert import convert
+    from gptfast.data.store import Store
+
+    with (
+        Store.open(app.folder / file) as store,
+        app.console.prepare_progress(None, verb="import") as progress,
+    ):
+        made = convert(store, app.folder / out, tokenizer=tokenizer, force=force, progress=progress)
+    if as_json:
+        app.console.json(made)
+        return
+    app.console.line(
+        f"{app.console.path(str(made.path))}: ids of {made.format}, {made.tokenizer} "
+        f"({made.vocab_size:,} ids)"
+    )
+    app.console.table(
+        "",
+        ["split", "documents", "tokens", "bytes of text"],
+        [
+            (name, f"{count.n_documents:,}", f"{count.n_tokens:,}", f"{count.n_bytes:,}")
+            for name, count in made.splits.items()
+        ],
     )

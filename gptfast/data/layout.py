@@ -112,11 +112,9 @@ def hdf5_layout(path: Path) -> Layout:
         GptfastError: another program holds the file's lock.
     """
     with open_hdf5(path) as file:
-        if FORMAT not in file.attrs:
-            return _foreign_layout(file, path)
         try:
-            return _own_layout(file, path)
-        except KeyError as error:
+            return _own_layout(file, path) if FORMAT in file.attrs else _foreign_layout(file, path)
+        except (KeyError, OSError) as error:  # a part that is missing, or that HDF5 cannot unpack
             raise Refused(f"{path}: is damaged ({error.args[0]}): {_again(path)}") from error
 
 

@@ -130,7 +130,7 @@ def prepare(
     begin = time.monotonic()
     name = tokenizer if isinstance(tokenizer, str) else tokenizer.name
     out = (out or default_out(sources, name)).absolute()
-    scratch = _check_target(out, force=force)
+    scratch = check_target(out, force=force)
     unfinished = _unfinished(out, resume=resume, note=note)
     if not 0 <= val_fraction < 1:
         raise Refused(f"--val-fraction {val_fraction} is not in [0, 1): use 0.1, or 0 for no split")
@@ -207,7 +207,7 @@ def prepare(
         )
 
 
-def _check_target(out: Path, *, force: bool) -> Path:
+def check_target(out: Path, *, force: bool) -> Path:
     """The folder that stands already, on the way to the target or at its end."""
     if out.is_dir():
         raise Refused(f"{out}: is a folder: name a file in it, as in --out {out / 'corpus.h5'}")
