@@ -79,7 +79,7 @@ class Checkpoint:
             Refused: a file is missing or damaged.
         """
         self.tokenizer_definition()
-        self._tensors()
+        self.tensors()
         self.load_trainer()
 
     def tokenizer_definition(self) -> dict[str, Any] | None:
@@ -96,9 +96,9 @@ class Checkpoint:
         Raises:
             Refused: the file is damaged, or its tensors are not those of `model`.
         """
-        load_tensors(model, self._tensors(), source=str(self.folder / "model.safetensors"))
+        load_tensors(model, self.tensors(), source=str(self.folder / "model.safetensors"))
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """The tensors of `model.safetensors`, on the CPU."""
         from safetensors import SafetensorError, safe_open
 

@@ -44,12 +44,17 @@ def provenance(
         },
         "machine": machine.name,
         "sessions": list(sessions),
-        "versions": {
-            "gptfast": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-        },
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what can change a bit."""
+    return {
+        "gptfast": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
     }
 
 

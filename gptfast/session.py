@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from gptfast import registry
 from gptfast.checkpoint import Checkpoint
@@ -22,15 +23,78 @@ from gptfast.fit import windows_that_fit
 from gptfast.hooks import Hooks
 from gptfast.machine import find_machine, measure_matmul_peak, peak_dtype
 from gptfast.model import count_parameters, flops_per_token
-from gptfast.plugin import Profile
-from gptfast.provenance import git_commit
+from gptfast.plugin import Machine, Profile
+from gptfast.provenance import git_commit, versions
 from gptfast.report import Finished, Listener, PluginLine, RunInfo
-from gptfast.runs import Run, free_name, newest_name, only_writer, run_folder
+from gptfast.runs import Resumable, Run, free_name, newest_name, only_writer, run_folder
 from gptfast.signals import signals_stop
 from gptfast.trainer import Trainer
 
 GPT2_VOCABULARY = 50_257
 """What a foreign file of bare ids is taken for where the profile does not say."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run is made of, before it has a folder.
+
+    Attributes:
+        profile: with the vocabulary filled in.
+        origins: of each value of the profile.
+        asked: plugins that must be supported here, whatever the profile says.
+    """
+
+    profile: Profile
+    origins: Mapping[str, str]
+    machine: Machine
+    store: Store
+    asked: Sequence[str]
+
+    def select(self) -> registry.Selection:
+        """The plugins, made anew: an instance serves one run.
+
+        Raises:
+            Refused: one is unknown, wrongly set, in conflict, or not supported here.
+        """
+        return registry.select(
+            registry.plan(self.profile, origins=self.origins),
+            self.machine,
+            unsupported=self.profile.unsupported_plugins,
+            asked=self.asked,
+        )
+
+    def fits(self, *, cache: Path | None, note: Callable[[str], None]) -> int | None:
+        """Most windows in a forward pass, found by trying. None: the profile says how many."""
+        if self.profile.train.micro_batch != "auto":
+            return None
+        return windows_that_fit(
+            self.profile,
+            machine=self.machine,
+            store=self.store,
+            make_plugins=lambda: self.select().enabled,
+            cache=cache,
+            note=note,
+        )
+
+
+@contextmanager
+def opened(
+    loaded: Loaded, *, device: str, asked: Sequence[str], checkpoint: Checkpoint | None = None
+) -> Iterator[Setting]:
+    """Find the machine and open the data.
+
+    Args:
+        checkpoint: what is to be resumed, which must have been trained on these data.
+
+    Raises:
+        Refused: there is no such device, or the data cannot be read or are others.
+    """
+    machine = find_machine(device)
+    with Store.open(Path(loaded.profile.data.path)) as store:
+        if checkpoint is not None:
+            check_data(checkpoint, store)
+        profile = with_vocabulary(loaded.profile, store)
+        yield Setting(profile, loaded.origins, machine, store, asked)
 
 
 def train(
@@ -63,51 +127,28 @@ def train(
     """
     start = time.perf_counter()
     runs = folder / "runs"
-    machine = find_machine(device)
     with ExitStack() as stack:
-        store = stack.enter_context(Store.open(Path(loaded.profile.data.path)))
-        profile = with_vocabulary(loaded.profile, store)
-
-        def select() -> registry.Selection:
-            return registry.select(
-                registry.plan(profile, origins=loaded.origins),
-                machine,
-                unsupported=profile.unsupported_plugins,
-                asked=asked,
-            )
-
-        selection = select()
-        name = run or (newest_name if resume else free_name)(profile.name, parent=runs)
+        profile_name = loaded.profile.name
+        name = run or (newest_name if resume else free_name)(profile_name, parent=runs)
         place = run_folder(name, parent=runs)
         stack.enter_context(only_writer(place))
-        checkpoint = None
-        if resume:
-            kept = Run.resumed(place)
-            resumable = kept.newest_intact()
-            checkpoint = resumable.checkpoint
-            changes = check_resume(checkpoint, profile, store)
-            for step, reason in resumable.damaged.items():
-                aside = kept.set_aside(step)
-                listener.note(
-                    f"{reason}; resumed from step {checkpoint.step}, the newest that loads "
-                    f"({aside.name} is out of the way)"
-                )
-            for change in changes:
-                listener.note(f"resumed with {change}")
-        else:
+        found = Run.resumed(place).newest_intact() if resume else None
+        checkpoint = found.checkpoint if found else None
+        setting = stack.enter_context(
+            opened(loaded, device=device, asked=asked, checkpoint=checkpoint)
+        )
+        profile, machine, store = setting.profile, setting.machine, setting.store
+        selection = setting.select()
+        if found is None:
             kept = Run.create(place, profile_toml=profile.to_toml())
+        else:
+            kept = Run(place)
+            _resume(kept, found, setting, note=listener.note)
         for warning in [*registry.shadowed(registry.discover()), *doubts(profile)]:
             listener.note(warning)
         fits = _kept_fit(checkpoint, profile) if checkpoint else None
-        if fits is None and profile.train.micro_batch == "auto":
-            fits = windows_that_fit(
-                profile,
-                machine=machine,
-                store=store,
-                make_plugins=lambda: select().enabled,
-                cache=cache,
-                note=listener.note,
-            )
+        if fits is None:
+            fits = setting.fits(cache=cache, note=listener.note)
         peak = measure_matmul_peak(machine.device, peak_dtype(machine.device))
         trainer = Trainer(
             profile,
@@ -119,15 +160,7 @@ def train(
             listener=listener,
             peak_flops=peak,
             fits=fits,
-            sessions=[
-                *(checkpoint.meta.get("sessions", []) if checkpoint else []),
-                {
-                    "after_step": checkpoint.step if checkpoint else 0,
-                    "started": datetime.now().isoformat(" ", timespec="seconds"),
-                    "command": list(command),
-                    "git_commit": git_commit(folder),
-                },
-            ],
+            sessions=_sessions(checkpoint, command, git_commit(folder)),
         )
         with signals_stop(trainer) as caught:
             try:
@@ -143,6 +176,33 @@ def train(
         if caught:
             raise _stopped(trainer, caught[0], name)
     return finished
+
+
+def _resume(run: Run, found: Resumable, setting: Setting, *, note: Callable[[str], None]) -> None:
+    """Say what has changed, and set damaged checkpoints aside."""
+    changes = check_resume(found.checkpoint, setting)
+    for step, reason in found.damaged.items():
+        aside = run.set_aside(step)
+        note(
+            f"{reason}; resumed from step {found.checkpoint.step}, the newest that loads "
+            f"({aside.name} is out of the way)"
+        )
+    for change in changes:
+        note(f"resumed with {change}")
+
+
+def _sessions(
+    checkpoint: Checkpoint | None, command: Sequence[str], commit: str | None
+) -> list[dict[str, Any]]:
+    """How the run was started and each time resumed, this time included."""
+    before = checkpoint.meta.get("sessions", []) if checkpoint else []
+    now = {
+        "after_step": checkpoint.step if checkpoint else 0,
+        "started": datetime.now().isoformat(" ", timespec="seconds"),
+        "command": list(command),
+        "git_commit": commit,
+    }
+    return [*before, now]
 
 
 def _finished(trainer: Trainer, run: Run, *, seconds: float) -> Finished:
@@ -209,25 +269,53 @@ def _kept_fit(checkpoint: Checkpoint, profile: Profile) -> int | None:
     return fits if asked_before == profile.train.micro_batch else None
 
 
-def check_resume(checkpoint: Checkpoint, profile: Profile, store: Store) -> list[str]:
-    """What of the training has changed since the checkpoint, as `key old -> new`.
+def check_data(checkpoint: Checkpoint, store: Store) -> None:
+    """Raises Refused where a checkpoint was trained on other data."""
+    data = checkpoint.meta["data"]
+    if data.get("tokenizer", store.tokenizer_name) != store.tokenizer_name:
+        _refuse(checkpoint, "tokenizer", f"{data['tokenizer']} -> {store.tokenizer_name}")
+    if data["fingerprint"] != store.fingerprint:
+        _refuse(checkpoint, "data", f"{data['path']} -> {store.path}")
+
+
+def check_resume(checkpoint: Checkpoint, setting: Setting) -> list[str]:
+    """What has changed since the checkpoint and may, as `key old -> new`.
 
     Raises:
-        Refused: the model's shape or the data has changed.
+        Refused: the model's shape has changed.
     """
-    saved = checkpoint.meta["profile"]
-    shape = _differences(saved["model"], profile.model.model_dump(), "model", ignore=("preset",))
+    meta, profile = checkpoint.meta, setting.profile
+    saved = meta["profile"]
+    shape = _differences(saved["model"], profile.model.model_dump(), "model.", ignore=("preset",))
     if shape:
-        raise Refused(
-            f"{checkpoint.folder}: cannot resume with another model: {', '.join(shape)}: "
-            "put it back or start a new run"
-        )
-    if checkpoint.meta["data"]["fingerprint"] != store.fingerprint:
-        raise Refused(
-            f"{checkpoint.folder}: cannot resume on other data: {checkpoint.meta['data']['path']} "
-            f"-> {store.path}: put it back or start a new run"
-        )
-    return _differences(saved["train"], profile.train.model_dump(), "train")
+        _refuse(checkpoint, "model", ", ".join(shape))
+    return [
+        *_differences(saved["train"], profile.train.model_dump(), "train."),
+        *_plugin_differences(saved["plugins"], profile.plugins),
+        *_differences(meta.get("versions", {}), versions(), "version of "),
+        *_differences({"machine": meta.get("machine")}, {"machine": setting.machine.name}, ""),
+    ]
+
+
+def _refuse(checkpoint: Checkpoint, what: str, change: str) -> NoReturn:
+    raise Refused(
+        f"{checkpoint.folder}: cannot resume with another {what}: {change}: put it back or start a "
+        "new run"
+    )
+
+
+def _plugin_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    switched = [
+        f"plugins.{name} {'on -> off' if name in old else 'off -> on'}"
+        for name in sorted(old.keys() ^ new.keys())
+    ]
+    changed = [
+        f"plugins.{name}.{key} {old[name].get(key)} -> {new[name].get(key)}"
+        for name in sorted(old.keys() & new.keys())
+        for key in sorted(old[name].keys() | new[name].keys())
+        if old[name].get(key) != new[name].get(key)
+    ]
+    return switched + changed
 
 
 def run_info(
@@ -266,7 +354,7 @@ def _differences(
     old: dict[str, Any], new: dict[str, Any], table: str, *, ignore: Sequence[str] = ()
 ) -> list[str]:
     return [
-        f"{table}.{key} {old.get(key)} -> {value}"
+        f"{table}{key} {old.get(key)} -> {value}"
         for key, value in new.items()
         if key not in ignore and old.get(key) != value
     ]

@@ -94,7 +94,7 @@ FLOORS = [
     {"evaluate", "generate", "hooks", "provenance", "runs"},
     {"assembly", "journal"},
     {"trainer"},
-    {"fit", "restore", "signals", "session"},
+    {"fit", "rehearsal", "restore", "signals", "session"},
     {"bench", "contract"},
     {"cli", "__main__"},
 ]

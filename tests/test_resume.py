@@ -18,18 +18,20 @@ from gptfast.contract.tiny import build_rig, write_tiny_store
 from gptfast.machine import find_machine
 from gptfast.model import GPT
 from gptfast.optim import PlainStepper
-from gptfast.plugin import Plugin, Profile, Stepped, Stepper, Want
+from gptfast.plugin import Evaluated, Plugin, Profile, Stepped, Stepper, Want
 from gptfast.registry import discover
+from gptfast.rehearsal import differences, everything_in
 from gptfast.runs import Run
 
 
 class Averages(Plugin):
-    """A plugin whose state is a tensor and a count, and which steers the run by them."""
+    """A plugin whose state is a tensor and two counts, and which steers the run by them."""
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
         self.mean = torch.zeros(())
         self.count = 0
+        self.heard: list[float] = []
 
     def build_stepper(self) -> Stepper:
         return Steered(self)
@@ -39,15 +41,19 @@ class Averages(Plugin):
         self.mean += (event.loss - self.mean) / self.count
         return Want.NOTHING
 
+    def evaluated(self, event: Evaluated) -> Want:
+        self.heard.append(event.loss)
+        return Want.NOTHING
+
     def state(self) -> dict[str, Any]:
-        return {"mean": self.mean, "count": self.count}
+        return {"mean": self.mean, "count": self.count, "heard": self.heard}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.mean, self.count = state["mean"], state["count"]
+        self.mean, self.count, self.heard = state["mean"], state["count"], state["heard"]
 
 
 class Steered(PlainStepper):
-    """Gradients grow with the average loss, so that a lost average is a lost run."""
+    """Gradients grow with what was averaged and heard: to lose that is to lose the run."""
 
     def __init__(self, owner: Averages) -> None:
         self.owner = owner
@@ -56,12 +62,12 @@ class Steered(PlainStepper):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.grad.mul_(1 + self.owner.mean)
+                    parameter.grad.mul_(1 + self.owner.mean + sum(self.owner.heard))
 
 
 KNOWN = {**discover(), **found(averages=Averages)}
 
-Losses = list[float]
+Tally = Callable[..., None]
 
 
 def losses(run: Run) -> dict[int, tuple[float, float]]:
@@ -78,18 +84,35 @@ def weights(run: Run) -> dict[str, Tensor]:
     return load_file(run.latest().folder / "model.safetensors")
 
 
+STEERED: dict[str, Any] = {"averages": {}}
+GUARD = {"least": 3, "window": 8, "z": 1.5}
+EVERYTHING: dict[str, Any] = {
+    "ema": {"decay": 0.9},
+    "muon": {},
+    "spike-guard": GUARD,
+    "prefetch": {},
+    "activation-checkpointing": {},
+}
+
+
 @pytest.mark.parametrize(
-    ("workers", "stops"),
-    [(None, (10,)), (None, (3, 7, 17)), (0, (10,)), (2, (10,))],
-    ids=["10 + 10", "three stops", "no workers", "two workers"],
+    ("plugins", "stops"),
+    [
+        pytest.param(STEERED, (10,), id="mid-epoch, later epochs"),
+        pytest.param(STEERED, (4,), id="between two epochs"),
+        pytest.param(STEERED, (3, 7, 17), id="three stops"),
+        pytest.param({**STEERED, "loader": {"workers": 0}}, (10,), id="no workers"),
+        pytest.param({**STEERED, "loader": {"workers": 2}}, (10,), id="two workers"),
+        pytest.param({"ema": {"decay": 0.9}}, (5, 12), id="ema"),
+        pytest.param({"muon": {}}, (5, 12), id="muon"),
+        pytest.param({"spike-guard": GUARD}, (5, 12), id="spike-guard"),
+        pytest.param(EVERYTHING, (5, 12), id="all together"),
+    ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(
-    tmp_path: Path, workers: int | None, stops: tuple[int, ...]
+    tmp_path: Path, plugins: dict[str, dict[str, Any]], stops: tuple[int, ...], tally: Tally
 ) -> None:
-    """RES-01: dropout, micro-batches, a stateful plugin, later epochs, with and without workers."""
-    plugins: dict[str, dict[str, Any]] = {"averages": {}}
-    if workers is not None:
-        plugins["loader"] = {"workers": workers}
+    """RES-01: with dropout and micro-batches, everything in the last checkpoint is equal."""
     with build_rig(plugins, machine=find_machine("cpu"), found=KNOWN) as rig:
         profile = rig.profile(
             model__dropout=0.1,
@@ -105,11 +128,20 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
             rig.train(profile, run=stopped, checkpoint=stopped.latest(), until=stop)
         assert losses(stopped) == losses(straight)
         assert sorted(losses(stopped)) == list(range(1, 21))
-        one, other = weights(stopped), weights(straight)
-        assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
-        states = [run.latest().load_trainer()["plugins"]["averages"] for run in (stopped, straight)]
-        assert states[0] == states[1]
-        assert states[0]["state"]["count"] == 20
+        one, other = held(straight), held(stopped)
+        assert len(one) > 100
+        assert differences(one, other) == {}
+        assert evaluations(stopped) == evaluations(straight)
+        assert [step for step, _, _ in evaluations(stopped)] == [5, 10, 15, 20]
+        tally("resumes compared")
+
+
+def evaluations(run: Run) -> list[tuple[int, float, bool]]:
+    return [(r["step"], r["loss"], r["best"]) for r in run.metrics() if r["kind"] == "eval"]
+
+
+def held(run: Run) -> dict[str, Any]:
+    return everything_in(run, run.latest())
 
 
 # through the command line ----------------------------------------------------------------------
@@ -168,15 +200,26 @@ def test_another_shape_is_refused_in_one_line(
     assert run.steps() == [2]
 
 
-def test_another_data_file_is_refused(train: Train, run: Run, capsys: Captured) -> None:
-    """RES-05."""
+@pytest.mark.parametrize("what", ["data", "tokenizer"])
+def test_another_data_file_or_tokenizer_is_refused(
+    train: Train, run: Run, capsys: Captured, what: str
+) -> None:
+    """RES-05: in one line with the old and the new."""
     assert train("--stop-at", "2") == 0
-    write_tiny_store(run.folder.parent.parent / "other.h5", train_tokens=300)
+    other = run.folder.parent.parent / "other.h5"
+    if what == "data":
+        write_tiny_store(other, train_tokens=300)
+    else:
+        text = other.with_suffix(".txt")
+        text.write_text("some other text " * 40)
+        assert main(["prepare", str(text), "--tokenizer", "bytes", "--out", str(other)]) == 0
     capsys.readouterr()
     assert train("--resume", "--set", "data.path=other.h5") == 2
     error = capsys.readouterr().err
-    assert "other data" in error
-    assert "other.h5" in error
+    assert f"cannot resume with another {what}" in error
+    assert ("tiny.h5 -> " in error) if what == "data" else ("chars -> bytes" in error)
+    assert error.count("\n") == 1
+    assert run.steps() == [2]
 
 
 def test_another_learning_rate_and_length_are_taken_and_said(
@@ -186,15 +229,28 @@ def test_another_learning_rate_and_length_are_taken_and_said(
     assert train("--stop-at", "5") == 0
     changes = ("--set", "train.learning_rate=2e-3", "--set", "train.steps=8")
     capsys.readouterr()
-    assert train("--resume", *changes, "--set", "train.schedule=constant") == 0
+    changes += ("--set", "train.schedule=constant", "--plugin", "ema")
+    assert train("--resume", *changes) == 0
     out = capsys.readouterr()
     said = out.out + out.err
     assert "train.learning_rate 0.001 -> 0.002" in said
     assert "train.steps 20 -> 8" in said
+    assert "plugins.ema off -> on" in said
+    assert said.count("resumed with ") == 4
     rates = losses(run)
     assert rates[5][1] < 1e-3
     assert [rates[step][1] for step in (6, 7, 8)] == [2e-3] * 3
     assert sorted(rates) == list(range(1, 9))
+
+
+def test_other_options_of_a_plugin_are_said(train: Train, run: Run, capsys: Captured) -> None:
+    assert train("--stop-at", "2", "--set", "plugins.ema.decay=0.5", "--plugin", "averages") == 0
+    capsys.readouterr()
+    changes = ("--set", "plugins.ema.decay=0.9", "--without", "averages", "--stop-at", "3")
+    assert train("--resume", *changes) == 0
+    out = capsys.readouterr()
+    assert "resumed with plugins.ema.decay 0.5 -> 0.9" in out.out + out.err
+    assert "resumed with plugins.averages on -> off" in out.out + out.err
 
 
 def test_a_missing_plugin_state_is_named_in_one_line(
