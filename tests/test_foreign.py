@@ -14,9 +14,10 @@ import h5py
 import numpy as np
 import pytest
 from data_helpers import TEXT, prepared, write_foreign
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from safetensors.numpy import load_file
 
 from gptfast import config
 from gptfast.cli import main
@@ -170,22 +171,47 @@ def test_a_table_that_would_run_something_is_refused_and_runs_nothing(
     assert marker.exists(), "the pickle is harmless and the test shows nothing"
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no pickle",
+        b"\x80\x04}.",
+        b"\x80\x04]K\x01a.",
+        b"\x80\x04K\x01K\x02K\x03s.",
+        b"\x80\x04K\x01K\x02a.",
+        b"\x80\x04}]K\x01s.",
+        b"\x80\x04}h\x07.",
+        b"\x80\x04}r\xff\xff\xff\xef.",
+    ],
+    ids=[
+        "empty",
+        "text",
+        "no vocabulary",
+        "a list",
+        "an item of a number",
+        "appended to a number",
+        "a list as key",
+        "a place never filled",
+        "a place for which 60 GB would be set aside",
+    ],
+)
+def test_what_is_no_table_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "meta.pkl").write_bytes(content)
+    with pytest.raises(Refused, match=r"meta\.pkl: .* make it again with nanoGPT's"):
+        read_meta(tmp_path / "meta.pkl")
+
+
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-@example(data=None)
 def test_a_damaged_table_is_refused_or_read_but_never_more(
-    data: st.DataObject | None, tmp_path_factory: pytest.TempPathFactory
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "meta.pkl"
     content = bytearray(written_meta(3, "abc"))
-    if data is None:  # a place in the memo for which 60 GB would be set aside
-        content = bytearray(b"\x80\x04}r\xff\xff\xff\xef.")
-    else:
-        for _ in range(data.draw(st.integers(1, 4))):
-            at = data.draw(st.integers(0, len(content) - 1))
-            content[at] = data.draw(st.integers(0, 255))
-        del content[data.draw(st.integers(1, len(content))) :]
-    path.write_bytes(content)
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
     with contextlib.suppress(Refused):
         read_meta(path)
 
@@ -211,6 +237,10 @@ def test_shards_are_one_split_in_the_order_of_their_numbers(tmp_path: Path) -> N
         assert sizes(store) == {"train": 900, "val": 100}
         assert (store.vocab_size, store.tokenizer_name) == (50257, "gpt2")
         assert np.array_equal(np.asarray(store.tokens("train")), ids[100:])
+    with pickle.loads(pickle.dumps(store)) as sent:
+        assert sent.read("train", np.array([298]), 3).tolist() == [[398, 399, 400]]
+        with pytest.raises(Refused, match="no split test, only train, val: lay its file beside it"):
+            sent.tokens("test")
     with Store.open(tmp_path / "fineweb_train_2.bin") as one:
         assert sizes(one) == {"train": 100, "val": 100}
         assert one.tokens("train")[0:2].tolist() == [300, 301]
@@ -321,13 +351,15 @@ def damaged(folder: Path, name: str) -> Path:
         ),
         ("two corpora", r"2 corpora \(c, train\.bin\)"),
         ("no token file", "is a folder without token files"),
+        ("missing", "no such file: name a token file, or the folder of them"),
     ],
 )
 def test_what_is_no_whole_token_file_is_refused_in_one_line(
     tmp_path: Path, name: str, said: str
 ) -> None:
+    folder = damaged(tmp_path, name)
     with pytest.raises(Refused, match=said) as refused:
-        Store.open(damaged(tmp_path, name))
+        Store.open(folder / "val.bin" if name == "missing" else folder)
     assert str(refused.value).startswith(str(tmp_path))
     assert "\n" not in str(refused.value)
 
@@ -359,8 +391,28 @@ def test_our_own_file_is_complete_whatever_lies_beside_it(tmp_path: Path) -> Non
     own = prepared(tmp_path, TEXT / "plain_small.txt", val_fraction=0)[0].path
     own.rename(tmp_path / "a_train.h5")
     write_foreign(tmp_path / "a_val.h5", [1, 2, 3])
-    with Store.open(tmp_path / "a_train.h5") as store:
-        assert store.splits == ("train",)
+    for name, split in (("a_train.h5", "train"), ("a_val.h5", "val")):
+        with Store.open(tmp_path / name) as store:
+            assert store.splits == (split,)
+
+
+# as text -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["n", "n/train.bin", "c/c_train_000001.bin", "c", "c/*"])
+def test_prepare_takes_no_ids_for_text(
+    tmp_path: Path, text: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small ids are valid UTF-8, and nanoGPT's folders have a readme.md beside them."""
+    monkeypatch.chdir(tmp_path)
+    nanogpt_chars(tmp_path / "n", text)
+    (tmp_path / "n/readme.md").write_text("# about")
+    (tmp_path / "c").mkdir()
+    llm_c(tmp_path / "c/c_train_000001.bin", [11, 12])
+    with pytest.raises(Refused, match=r"ids.*--set data\.path="):
+        prepared(tmp_path, source)
+    prepared(tmp_path, tmp_path / "n/readme.md")
+    prepared(tmp_path, "n", pattern="*.md", force=True)
 
 
 # in training -----------------------------------------------------------------------------------
@@ -398,8 +450,9 @@ def test_training_on_shards_equals_training_on_our_own_file(
         changes = [f"--set={change}" for change in (f"data.path={data}", *TINY)]
         assert main(["train", "--profile=baseline", f"--run={name}", "--device=cpu", *changes]) == 0
         folder = tmp_path / "runs" / name / "checkpoints/step-000003"
-        weights.append((folder / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1]
+        weights.append(load_file(folder / "model.safetensors"))
+    for name, tensor in weights[0].items():
+        assert np.array_equal(tensor, weights[1][name]), name
 
 
 @pytest.mark.parametrize("ids", [[0, 50257, 1], [65535] * 3])

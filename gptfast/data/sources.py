@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from gptfast.data import shakespeare
+from gptfast.data.foreign import is_token_file
 from gptfast.data.formats import FORMATS, bare_name
 from gptfast.data.packing import Input
 from gptfast.errors import GptfastError, Refused
@@ -153,6 +154,8 @@ def _close(file: IO[bytes]) -> None:
 def _files(source: str, pattern: str | None) -> Iterator[Source]:
     path = Path(source)
     if path.is_dir():
+        if pattern is None:
+            _check_no_tokens_in(path, source)
         found = sorted(_texts_in(path, pattern), key=lambda p: p.relative_to(path).parts)
         if not found:
             raise Refused(f"{source}: {_nothing_in_a_folder(pattern)}")
@@ -179,7 +182,21 @@ def _named(path: Path, label: str) -> Source:
             f"{path}: is neither a file nor a folder: save the text as a file, or send it to "
             f"{STANDARD_INPUT}"
         )
+    if is_token_file(path):
+        raise Refused(
+            f"{label}: holds ids, not text: train on it as it is with --set data.path={label}, or "
+            f"make a data file of it with gptfast data import {label} --out FILE.h5"
+        )
     return Source(label, path)
+
+
+def _check_no_tokens_in(folder: Path, label: str) -> None:
+    for path in sorted(folder.glob("*.bin")):
+        if is_token_file(path):
+            raise Refused(
+                f"{label}: holds files of ids ({path.name}): train on them with --set "
+                f"data.path={label}; for the text beside them name its files, or use --glob"
+            )
 
 
 def _texts_in(folder: Path, pattern: str | None) -> Iterator[Path]:
