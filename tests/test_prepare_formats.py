@@ -26,8 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptfast.cli import main
-from gptfast.data import encoding, packing
-from gptfast.data import prepare as prepare_module
+from gptfast.data import encoding, packing, selection
 from gptfast.data.formats import Reading, Tally, read_pieces
 from gptfast.data.packing import Input, unpacked
 from gptfast.data.prepare import prepare
@@ -667,14 +666,14 @@ def test_a_packed_text_that_changes_meanwhile_is_noticed(
 ) -> None:
     """Parquet is read out of order, and its hash is of the whole file all the same."""
     path = parquet(tmp_path / "x.parquet", pa.array(["one", "two"]))
-    survey = prepare_module.survey
+    survey = selection.survey
 
     def surveyed(*args: object, **options: object) -> object:
         found = survey(*args, **options)
         parquet(path, pa.array(["one", "six"]))
         return found
 
-    monkeypatch.setattr(prepare_module, "survey", surveyed)
+    monkeypatch.setattr(selection, "survey", surveyed)
     with pytest.raises(GptfastError, match=r"x\.parquet: has changed while it was read"):
         prepared(tmp_path, path)
     assert only(tmp_path, "x.parquet")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,6 +14,20 @@ from gptfast.cli.options import json_option
 if TYPE_CHECKING:
     from gptfast.console import Console
     from gptfast.data.prepare import Prepared
+
+
+_SIZES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+
+
+def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """A number, also with k, M or G behind it."""
+    if value is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG]?)", value)
+    size = int(float(found[1]) * _SIZES[found[2]]) if found else 0
+    if size < 1:
+        raise click.BadParameter(f"{value} is no size: write one like 500k, 200M or 1.5G")
+    return size
 
 
 @click.command()
@@ -60,6 +75,31 @@ if TYPE_CHECKING:
     help="Rows without such a text: refuse the file, or leave them out and count them.",
 )
 @click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["auto", "text", "jsonl"]),
+    default="auto",
+    show_default=True,
+    help="What the files hold; auto: as their names end, standard input is text.",
+)
+@click.option(
+    "--mix",
+    "is_mix",
+    is_flag=True,
+    help="Each SOURCE is NAME:WEIGHT, its share of the text, as in --mix a.txt:0.7 b.jsonl:0.3.",
+)
+@click.option(
+    "--dedupe",
+    type=click.Choice(["exact", "near"]),
+    help="Leave out documents that an earlier one equals, or nearly (MinHash).  [default: none]",
+)
+@click.option(
+    "--max-chars",
+    metavar="SIZE",
+    callback=_size,
+    help="About how much text to take, from the beginning, as in 200M or 1G.  [default: all]",
+)
+@click.option(
     "--glob",
     "pattern",
     metavar="PATTERN",
@@ -96,6 +136,10 @@ def command(
     errors: Literal["strict", "replace"],
     text_key: str,
     on_bad_row: Literal["stop", "skip"],
+    kind: Literal["auto", "text", "jsonl"],
+    is_mix: bool,
+    dedupe: Literal["exact", "near"] | None,
+    max_chars: int | None,
     pattern: str | None,
     workers: int | None,
     encoder: Literal["auto", "tiktoken", "gigatoken"],
@@ -105,13 +149,23 @@ def command(
 ) -> None:
     """Turn text into a file of tokens.
 
-    SOURCE is shakespeare, a file, a folder, a glob, or - for standard input. Files named .jsonl,
-    .ndjson or .parquet hold rows, all others plain text; text and JSON lines may be packed with
-    gzip or zstd. In a folder, these and .txt and .md are read. Several files, and rows, become
-    documents with a separator after each; one text is one stream.
+    SOURCE is a file, a folder, a glob, - for standard input, a corpus known by name (shakespeare,
+    tinystories, fineweb-edu, openwebtext), or hf:NAME[@REVISION][:CONFIG[:SPLIT]] for a data set of
+    the Hugging Face hub or a folder of one. Files named .jsonl, .ndjson or .parquet hold rows, all
+    others plain text; text and JSON lines may be packed with gzip or zstd. In a folder, these and
+    .txt and .md are read. Several files, and rows, become documents with a separator after each;
+    one text is one stream.
     """
     from gptfast.data.formats import Reading
+    from gptfast.data.mix import parse
     from gptfast.data.prepare import prepare
+    from gptfast.data.selection import Selection
+
+    weights = None
+    if is_mix:
+        ingredients = parse(sources)
+        sources = tuple(one.name for one in ingredients)
+        weights = tuple(one.weight for one in ingredients)
 
     with app.console.prepare_progress(None) as progress:
         prepared = prepare(
@@ -119,7 +173,8 @@ def command(
             out=out,
             tokenizer=tokenizer,
             val_fraction=val_fraction,
-            reading=Reading(errors=errors, text_key=text_key, on_bad_row=on_bad_row),
+            reading=Reading(errors=errors, kind=kind, text_key=text_key, on_bad_row=on_bad_row),
+            selection=Selection(weights, dedupe, max_chars),
             pattern=pattern,
             workers=workers,
             encoder=encoder,
@@ -128,6 +183,7 @@ def command(
             cache_dir=app.cache_dir,
             progress=progress,
             note=app.console.warn,
+            tell=app.console.note,
         )
     if as_json:
         app.console.json(prepared)
@@ -153,13 +209,34 @@ def _show(prepared: Prepared, console: Console, folder: Path) -> None:
             for name, count in (("train", prepared.train), ("val", prepared.val))
         ],
     )
-    if prepared.n_replaced:
+    if prepared.shares:
+        console.table(
+            "",
+            ["source of the mix", "weight", "share", "characters", "left out"],
+            [
+                (s.name, f"{s.weight:g}", f"{s.share:.2%}", f"{s.n_chars:,}", f"{s.n_left_out:,}")
+                for s in prepared.shares
+            ],
+        )
+    if prepared.n_left_out:
+        reason = "to keep the proportions" if prepared.shares else "behind --max-chars"
+        console.note(f"characters left out {reason}: {prepared.n_left_out:,}")
+    if prepared.n_wide:
+        console.warn(
+            f"decoded {prepared.n_wide:,} file{'s' * (prepared.n_wide != 1)} from UTF-16 or "
+            f"UTF-32, replaced {prepared.n_replaced:,} bytes by U+FFFD"
+        )
+    elif prepared.n_replaced:
         console.warn(f"replaced {prepared.n_replaced:,} bytes that were not UTF-8 by U+FFFD")
     if prepared.n_bad_rows:
         console.warn(f"skipped {prepared.n_bad_rows:,} bad row{'s' * (prepared.n_bad_rows != 1)}")
     left_out = [
         f"{count:,} {kind}"
-        for count, kind in ((prepared.n_null, "null"), (prepared.n_empty, "empty"))
+        for count, kind in (
+            (prepared.n_null, "null"),
+            (prepared.n_empty, "empty"),
+            (prepared.n_copies, "copies"),
+        )
         if count
     ]
     if left_out:

@@ -5,10 +5,12 @@ Everything is read in pieces: never a whole file in memory, never another text f
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gptfast.data.dedupe import Copies
 from gptfast.data.formats import Reading, Tally, read_pieces
 from gptfast.data.sources import Source
 
@@ -30,11 +32,14 @@ class Survey:
     tally: Tally
 
 
-def survey(source: Source, reading: Reading, *, alphabet: set[str] | None) -> Survey:
+def survey(
+    source: Source, reading: Reading, *, alphabet: set[str] | None, copies: Copies | None = None
+) -> Survey:
     """Read a source once, to check and to count it.
 
     Args:
         alphabet: gets every character of the text; None: not wanted.
+        copies: gets every document with text; None: not wanted.
 
     Raises:
         Refused: not what its format should be.
@@ -49,9 +54,13 @@ def survey(source: Source, reading: Reading, *, alphabet: set[str] | None) -> Su
             n_bytes += utf8_size(piece.text)
             if alphabet is not None:
                 alphabet.update(piece.text)
+            if copies is not None:
+                copies.feed(piece.text)
             if piece.ends:
                 if n_chars:
                     sizes.append(n_chars)
+                    if copies is not None:
+                        copies.end()
                 else:
                     n_empty += 1
                 n_chars = 0
@@ -67,9 +76,10 @@ class Chunks:
     """Joins pieces and cuts them where no tokenizer could tell.
 
     The patterns of gpt2, cl100k_base and o200k_base never have a token with something and then a
-    space in it, nor one that crosses a single newline between two words; and what such a pattern
-    does to the left of such a place does not depend on what stands to the right. So the ids of the
-    chunks are the ids of the text. A text without such a place becomes one chunk.
+    space in it, nor one that crosses a single newline between two words, nor one in which
+    punctuation follows a word; and what such a pattern does to the left of such a place does not
+    depend on what stands to the right. So the ids of the chunks are the ids of the text. A text
+    without such a place becomes one chunk.
     """
 
     def __init__(self) -> None:
@@ -96,6 +106,16 @@ class Chunks:
         self._parts = []
 
 
+_TAIL = 1 << 12
+"""Characters searched for the end of a word, where there is neither space nor newline."""
+_WORD_END = re.compile(
+    "[0-9A-Za-z\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3]"
+    r"(?=[!-&(-/:-@\[-`{-~\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])"
+)
+"""A letter or digit that every Unicode version knows as one, then punctuation: all but the
+apostrophe, which may belong to the word."""
+
+
 def last_cut(text: str) -> int:
     """The last place where the text may be cut; 0: there is none."""
     at = len(text)
@@ -108,4 +128,6 @@ def last_cut(text: str) -> int:
         # o200k_base has tokens of punctuation, newlines and slashes.
         if not text[at - 1].isspace() and not after.isspace() and after != "/":
             return at + 1
-    return 0
+    tail = max(0, len(text) - _TAIL)
+    ends = [match.end() for match in _WORD_END.finditer(text, tail)]
+    return ends[-1] if ends else 0

@@ -24,7 +24,10 @@ from gptfast.data.packing import PACKED_SUFFIXES, PARQUET, Input, unpacked
 from gptfast.errors import Refused
 
 OnInvalid = Literal["strict", "replace"]
-"""What to do with bytes that are not UTF-8: refuse the file, or put U+FFFD for each of them."""
+"""What to do with bytes that are not UTF-8: refuse the file, or put U+FFFD for each of them and
+decode what its byte-order mark calls UTF-16 or UTF-32."""
+Kind = Literal["auto", "text", "jsonl"]
+"""What files hold: what their names end with, or all of them the same."""
 OnBadRow = Literal["stop", "skip"]
 """What to do with a row that has no text: refuse the file, or leave the row out and count it."""
 
@@ -48,6 +51,7 @@ class Reading:
     """How files are to be read."""
 
     errors: OnInvalid = "strict"
+    kind: Kind = "auto"
     text_key: str = "text"
     """The key of a JSON row, the column of a parquet file."""
     on_bad_row: OnBadRow = "stop"
@@ -63,6 +67,8 @@ class Tally:
 
     n_replaced: int = 0
     """Bytes that were not UTF-8, each now U+FFFD."""
+    n_wide: int = 0
+    """Files decoded from UTF-16 or UTF-32."""
     n_rows: int = 0
     n_null: int = 0
     """Rows whose text is null."""
@@ -88,7 +94,7 @@ def read_pieces(file: Input, reading: Reading, tally: Tally) -> Iterator[Piece]:
     Raises:
         Refused: not what its format should be.
     """
-    return _format_of(file)(file, reading, tally)
+    return _format_of(file, reading.kind)(file, reading, tally)
 
 
 def read_text(file: Input, reading: Reading, tally: Tally) -> Iterator[Piece]:
@@ -98,8 +104,8 @@ def read_text(file: Input, reading: Reading, tally: Tally) -> Iterator[Piece]:
         "strict" if reading.errors == "strict" else "surrogateescape"
     )
     at = 0
-    for block in itertools.chain(unpacked(file), [b""]):
-        marked_off = block if at else _without_mark(block, file, reading)
+    for block in itertools.chain(_contents(file, reading, tally), [b""]):
+        marked_off = block if at else block.removeprefix(codecs.BOM_UTF8)
         try:
             text = decoder.decode(marked_off, final=not block)
         except UnicodeDecodeError as error:
@@ -117,7 +123,7 @@ def read_text(file: Input, reading: Reading, tally: Tally) -> Iterator[Piece]:
 
 def read_jsonl(file: Input, reading: Reading, tally: Tally) -> Iterator[Piece]:
     """A document for each line, which is a JSON object with the text under a key."""
-    return _documents(_json_rows(file, reading), file.label, reading, tally)
+    return _documents(_json_rows(file, reading, tally), file.label, reading, tally)
 
 
 def read_parquet(file: Input, reading: Reading, tally: Tally) -> Iterator[Piece]:
@@ -141,10 +147,48 @@ def bare_name(name: str) -> PurePath:
     return path.with_suffix("") if path.suffix.lower() in PACKED_SUFFIXES else path
 
 
-def _format_of(file: Input) -> Format:
+def _format_of(file: Input, kind: Kind) -> Format:
     if file.begins_with(PARQUET):
         return read_parquet
-    return FORMATS.get(bare_name(file.label).suffix.lower(), read_text)
+    ending = file.ending or bare_name(file.label).suffix.lower()
+    if kind != "auto" and file.ending is None:
+        return read_jsonl if kind == "jsonl" else read_text
+    return FORMATS.get(ending, read_text)
+
+
+# UTF-16 and UTF-32 -------------------------------------------------------------------------------
+
+
+def _contents(file: Input, reading: Reading, tally: Tally) -> Iterator[bytes]:
+    """Its bytes, which should be UTF-8."""
+    blocks = unpacked(file)
+    head = next(blocks, None)
+    if head is None:
+        return
+    whole = itertools.chain([head], blocks)
+    encoding = next((name for mark, name in _WIDE_MARKS.items() if head.startswith(mark)), None)
+    if encoding is None:
+        yield from whole
+    elif reading.errors == "strict":
+        raise Refused(
+            f"{file.label}: is {encoding} text (byte-order mark at byte 0), and UTF-8 is wanted: "
+            f"iconv -f {encoding} -t UTF-8 makes it so, --errors replace decodes it here"
+        )
+    else:
+        tally.n_wide += 1
+        yield from _as_utf8(whole, encoding, tally)
+
+
+def _as_utf8(blocks: Iterable[bytes], encoding: str, tally: Tally) -> Iterator[bytes]:
+    """The decoder that leaves out what it cannot read tells how much the other one replaces."""
+    make = codecs.getincrementaldecoder(encoding)
+    replacing, leaving_out = make("replace"), make("ignore")
+    for block in itertools.chain(blocks, [b""]):
+        text = replacing.decode(block, final=not block)
+        plain = leaving_out.decode(block, final=not block)
+        tally.n_replaced += text.count("\ufffd") - plain.count("\ufffd")
+        if text:
+            yield text.encode()
 
 
 # rows --------------------------------------------------------------------------------------------
@@ -196,13 +240,14 @@ def _characters(text: str, reading: Reading, tally: Tally) -> str | _Bad:
     return text
 
 
-def _json_rows(file: Input, reading: Reading) -> Iterator[_Row]:
-    for number, line in enumerate(_lines(unpacked(file)), 1):
+def _json_rows(file: Input, reading: Reading, tally: Tally) -> Iterator[_Row]:
+    key = file.text_key or reading.text_key
+    for number, line in enumerate(_lines(_contents(file, reading, tally)), 1):
         if number == 1:
-            line = _without_mark(line, file, reading)
+            line = line.removeprefix(codecs.BOM_UTF8)
         if line.strip():
             # Stand-ins for bytes that are not UTF-8 matter only in the text.
-            yield number, _json_text(line.decode("utf-8", "surrogateescape"), reading.text_key)
+            yield number, _json_text(line.decode("utf-8", "surrogateescape"), key)
 
 
 def _json_text(line: str, key: str) -> str | _Bad | None:
@@ -231,7 +276,7 @@ def _parquet_rows(file: Input, reading: Reading) -> Iterator[_Row]:
             f"{file.label}: is parquet data, which the package pyarrow reads, and it is not "
             "installed: pip install 'gptfast[parquet]'"
         ) from None
-    column = reading.text_key
+    column = file.text_key or reading.text_key
     try:
         # Without a buffer, and with the next groups fetched ahead, whole groups are in memory.
         table = ParquetFile(file.file, buffer_size=_COLUMN_BUFFER, pre_buffer=False)
@@ -270,16 +315,6 @@ def _strings(table: Any, column: str) -> Iterator[bytes | None]:
 
 
 # words -------------------------------------------------------------------------------------------
-
-
-def _without_mark(head: bytes, file: Input, reading: Reading) -> bytes:
-    for mark, encoding in _WIDE_MARKS.items():
-        if head.startswith(mark) and reading.errors == "strict":
-            raise Refused(
-                f"{file.label}: is {encoding} text (byte-order mark at byte 0), and only UTF-8 "
-                f"is read: iconv -f {encoding} -t UTF-8 makes it so"
-            )
-    return head.removeprefix(codecs.BOM_UTF8)
 
 
 def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:

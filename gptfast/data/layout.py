@@ -240,16 +240,17 @@ def prepare_command(path: Path) -> str:
     """The command that makes the data file `path`, as far as its name NAME-TOKENIZER.h5 tells."""
     if not _is_hdf5_name(path):
         return f"gptfast prepare {shlex.quote(str(path))}"
-    from gptfast.data.sources import NAMES
+    from gptfast.data.sources import known_names
     from gptfast.data.tokenizer import TOKENIZERS
 
+    names = known_names()
     name, _, tokenizer = path.stem.rpartition("-")
     if tokenizer not in TOKENIZERS:
         return f"gptfast prepare SOURCE --out {shlex.quote(str(path))}"
-    words = ["gptfast prepare", name if name in NAMES else "SOURCE"]
+    words = ["gptfast prepare", name if name in names else "SOURCE"]
     if tokenizer != TOKENIZERS[0]:
         words += ["--tokenizer", tokenizer]
-    if path != Path.cwd() / "data" / path.name or name not in NAMES:
+    if path != Path.cwd() / "data" / path.name or name not in names:
         words += ["--out", shlex.quote(str(path))]
     if path.exists():
         words.append("--force")

@@ -41,9 +41,15 @@ _SIP = 1 << 10
 class Input:
     """An open file, which is hashed while it is read."""
 
-    def __init__(self, label: str, file: BinaryIO) -> None:
+    def __init__(
+        self, label: str, file: BinaryIO, *, ending: str | None = None, text_key: str | None = None
+    ) -> None:
         self.label = label
         """As messages call it."""
+        self.ending = ending
+        """Of its format; None: its name tells."""
+        self.text_key = text_key
+        """Where the text of a row is, if the file is known to have it there."""
         self.file = file
         """For who must read it out of order."""
         self.n_bytes = 0

@@ -21,14 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gptfast import __version__
-from gptfast.data.corpus import Survey, survey
+from gptfast.data.corpus import Survey
 from gptfast.data.encoding import Encoded, encode, training_text
 from gptfast.data.formats import STRICT, Reading
 from gptfast.data.job import Job, difference, job_of
 from gptfast.data.journal import Unfinished, at_work, find_unfinished
 from gptfast.data.layout import SPLITS
-from gptfast.data.plan import Plan, plan
-from gptfast.data.sources import find, short_name
+from gptfast.data.plan import Plan
+from gptfast.data.selection import ALL, Chosen, Selection, Share, choose
+from gptfast.data.sources import Surroundings, find, short_name
 from gptfast.data.store import Store
 from gptfast.data.tokenizer import (
     Tokenizer,
@@ -70,7 +71,7 @@ class Prepared:
     train: SplitCount
     val: SplitCount
     n_documents: int
-    """Documents with text; one that the split cuts in two counts once."""
+    """Documents of which text is in it; one that the split cuts in two counts once."""
     n_empty: int
     """Documents without."""
     n_null: int
@@ -79,6 +80,14 @@ class Prepared:
     """Rows left out because they have no text."""
     n_replaced: int
     """Bytes that were not UTF-8."""
+    n_wide: int
+    """Files decoded from UTF-16 or UTF-32."""
+    n_copies: int
+    """Documents left out as copies of earlier ones."""
+    n_left_out: int
+    """Characters left out because of the proportions of a mix, or of a limit."""
+    shares: tuple[Share, ...]
+    """Of a mix."""
     fingerprint: str
     """`Store.fingerprint`."""
     seconds: float
@@ -96,6 +105,7 @@ def prepare(
     tokenizer: str | Tokenizer = "gpt2",
     val_fraction: float = 0.1,
     reading: Reading = STRICT,
+    selection: Selection = ALL,
     pattern: str | None = None,
     workers: int | None = None,
     encoder: Choice = "auto",
@@ -104,6 +114,7 @@ def prepare(
     cache_dir: Path | None = None,
     progress: Progress = lambda done, total, tokens: None,
     note: Callable[[str], None] = lambda line: None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Prepared:
     """Encode texts into one data file.
 
@@ -113,6 +124,7 @@ def prepare(
         tokenizer: a name, or one already built.
         val_fraction: in [0, 1); 0: no validation split.
         reading: where the text of a row is, and what to do with what cannot be read.
+        selection: how much of which text; its weights are those of `sources`.
         pattern: which files of a folder are read; None: those that are known by their ending.
         workers: threads that encode; None: one for each core.
         encoder: "auto": gigatoken where it is installed, knows the tokenizer and has enough to do.
@@ -121,6 +133,7 @@ def prepare(
         resume: go on where a `prepare` of the same texts with the same options was stopped.
         cache_dir: where downloads are kept; only a corpus known by name needs it.
         note: told in one line what the user should know.
+        tell: told in one line what is fetched.
 
     Raises:
         Refused: before any work: no text in it, not readable, the target exists, a bad option, no
@@ -139,14 +152,26 @@ def prepare(
 
     with ExitStack() as stack:
         corpus = stack.enter_context(
-            find(sources, pattern=pattern, cache_dir=cache_dir, scratch=scratch, note=note)
+            find(
+                sources,
+                Surroundings(cache_dir, scratch, note, tell),
+                pattern=pattern,
+                reading=reading,
+                limits=selection.limits(len(sources)),
+            )
         )
         if out.resolve() in {source.identity for source in corpus.sources}:
             raise Refused(f"{out}: is one of the texts: choose another --out")
         alphabet: set[str] | None = set() if tokenizer == "chars" else None
-        surveys = [survey(source, reading, alphabet=alphabet) for source in corpus.sources]
-        _check_text(surveys, corpus.description)
-        planned = plan(surveys, val_fraction)
+        chosen = choose(
+            corpus,
+            selection,
+            val_fraction=val_fraction,
+            reading=reading,
+            alphabet=alphabet,
+            note=note,
+        )
+        surveys, planned = chosen.surveys, chosen.plan
         if isinstance(tokenizer, str):
             tokenizer = made_from_corpus(
                 tokenizer,
@@ -163,6 +188,10 @@ def prepare(
             "--text-key": reading.text_key,
             "--errors": reading.errors,
             "--on-bad-row": reading.on_bad_row,
+            "--format": reading.kind,
+            "--mix": selection.weights,
+            "--dedupe": selection.dedupe,
+            "--max-chars": selection.max_chars,
         }
         job = job_of(surveys, planned, tokenizer=tokenizer, options=options)
         _check_same(unfinished, job)
@@ -180,11 +209,11 @@ def prepare(
             workers=workers or os.cpu_count() or 1,
             skip=draft.n_chunks,
         )
-        _fill(draft, encoded, total=sum(s.n_bytes for s in surveys), progress=progress)
+        _fill(draft, encoded, total=_n_bytes(chosen), progress=progress)
         draft.finish(
             tokenizer=tokenizer,
             source=corpus.description,
-            documents=[_described(s) for s in surveys],
+            documents=_described(chosen),
             attributes={"gptfast_version": __version__, "val_fraction": val_fraction},
         )
 
@@ -197,11 +226,15 @@ def prepare(
             encoder=encodes.name,
             train=_counted(draft, "train"),
             val=_counted(draft, "val"),
-            n_documents=sum(len(s.sizes) for s in surveys),
+            n_documents=sum(part.n_documents for part in planned.parts),
             n_empty=sum(s.n_empty for s in surveys),
             n_null=sum(s.tally.n_null for s in surveys),
             n_bad_rows=sum(s.tally.n_bad_rows for s in surveys),
             n_replaced=sum(s.tally.n_replaced for s in surveys),
+            n_wide=sum(s.tally.n_wide for s in surveys),
+            n_copies=chosen.n_copies,
+            n_left_out=chosen.n_left_out,
+            shares=chosen.shares,
             fingerprint=store.fingerprint,
             seconds=time.monotonic() - begin,
         )
@@ -219,13 +252,6 @@ def check_target(out: Path, *, force: bool) -> Path:
     if not os.access(standing, os.W_OK):
         raise Refused(f"{out}: {standing} cannot be written to: choose another --out")
     return standing
-
-
-def _check_text(surveys: Sequence[Survey], description: str) -> None:
-    if not any(s.sizes for s in surveys):
-        n_bad_rows = sum(s.tally.n_bad_rows for s in surveys)
-        skipped = f" ({n_bad_rows} bad rows are left out)" if n_bad_rows else ""
-        raise Refused(f"{description}: 0 tokens, no text in it{skipped}: name a longer text")
 
 
 def _check_documents(surveys: Sequence[Survey], tokenizer: Tokenizer) -> None:
@@ -307,12 +333,34 @@ def _counted(draft: Draft, split: str) -> SplitCount:
     return SplitCount(draft.n_tokens(split), draft.n_bytes(split), draft.n_documents(split))
 
 
-def _described(surveyed: Survey) -> dict[str, str | int]:
-    return {
-        "name": surveyed.source.label,
-        "bytes": surveyed.n_file_bytes,
-        "characters": sum(surveyed.sizes),
-        "documents": len(surveyed.sizes),
-        "replaced_bytes": surveyed.tally.n_replaced,
-        "sha256": surveyed.sha256,
-    }
+def _n_bytes(chosen: Chosen) -> int:
+    """About how much text, in UTF-8, is taken."""
+    return sum(
+        s.n_bytes * part.n_chars // max(1, sum(s.sizes))
+        for s, part in zip(chosen.surveys, chosen.plan.parts, strict=True)
+    )
+
+
+def _described(chosen: Chosen) -> list[dict[str, object]]:
+    """Each text, as the data file remembers it."""
+    mix = [
+        {"mix": {"source": share.name, "weight": share.weight}}
+        for share in chosen.shares
+        for _ in range(share.n_texts)
+    ]
+    return [
+        {
+            "name": s.source.label,
+            "bytes": s.n_file_bytes,
+            "characters": sum(s.sizes),
+            "documents": len(s.sizes),
+            "taken_characters": part.n_chars,
+            "taken_documents": part.n_documents,
+            "replaced_bytes": s.tally.n_replaced,
+            "sha256": s.sha256,
+            **in_mix,
+        }
+        for s, part, in_mix in zip(
+            chosen.surveys, chosen.plan.parts, mix or [{}] * len(chosen.surveys), strict=True
+        )
+    ]

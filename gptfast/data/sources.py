@@ -1,4 +1,4 @@
-"""What `gptfast prepare` can be given: a known name, files, folders, globs, standard input.
+"""What `gptfast prepare` can be given: a known name, files, folders, globs, standard input, hf:.
 
 `find` turns them into the sources of a corpus, in an order that is the same on every machine.
 """
@@ -7,23 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import json
+import math
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
-from gptfast.data import shakespeare
+from gptfast.data import corpora, hub, shakespeare
 from gptfast.data.foreign import is_token_file
-from gptfast.data.formats import FORMATS, bare_name
+from gptfast.data.formats import FORMATS, Reading, bare_name
 from gptfast.data.packing import Input
 from gptfast.errors import GptfastError, Refused
 
-NAMES = ("shakespeare",)
-"""Corpora that are known by name."""
+SHAKESPEARE = "shakespeare"
 STANDARD_INPUT = "-"
+
+
+def _nothing() -> None:
+    """What is already there."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,12 @@ class Source:
     """As messages and the data file call it: what was typed, not where it was found."""
     place: Path | int
     """Its path; a number: an open file without a name."""
+    ending: str | None = None
+    """Of its format; None: its name tells."""
+    text_key: str | None = None
+    """Where the text of a row is, if that is known."""
+    obtain: Callable[[], None] = _nothing
+    """Has the file in its place."""
 
     @property
     def identity(self) -> Path | int:
@@ -45,71 +57,118 @@ class Source:
         """The file, for reading.
 
         Raises:
-            GptfastError: it cannot be read, now or while it is open.
+            GptfastError: it cannot be had or read, now or while it is open.
         """
+        self.obtain()
         try:
             with open(self.place, "rb", closefd=isinstance(self.place, Path)) as file:
-                yield Input(self.label, file)
+                yield Input(self.label, file, ending=self.ending, text_key=self.text_key)
         except OSError as error:
             raise GptfastError(f"{self.label}: cannot be read ({error.strerror})") from error
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one name stands for."""
+
+    name: str
+    description: str
+    sources: tuple[Source, ...]
+    n_elsewhere: int = 0
+    """Files that an earlier name stands for too."""
 
 
 @dataclass(frozen=True)
 class Corpus:
     """Sources in order."""
 
-    description: str
-    sources: tuple[Source, ...]
+    found: tuple[Found, ...]
+    """A file found by two names is with the first."""
+
+    @property
+    def description(self) -> str:
+        return ", ".join(found.description for found in self.found)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return tuple(source for found in self.found for source in found.sources)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where things are kept, and who is told."""
+
+    cache_dir: Path | None
+    """Of downloads; only a corpus that is not on this machine needs it."""
+    scratch: Path
+    """Folder on whose disk a stream is kept meanwhile, in a file without a name."""
+    note: Callable[[str], None]
+    """Told in one line what the user should know."""
+    tell: Callable[[str], None]
+    """Told in one line what is fetched."""
 
 
 @contextlib.contextmanager
 def find(
     names: Sequence[str | Path],
+    around: Surroundings,
     *,
     pattern: str | None,
-    cache_dir: Path | None,
-    scratch: Path,
-    note: Callable[[str], None],
+    reading: Reading,
+    limits: Sequence[float],
 ) -> Iterator[Corpus]:
     """What `names` stand for; a file found twice counts once.
 
     Args:
         names: each a known name, a file, a folder (its files that are known by their ending, those
-            of its folders too), a glob, or "-" for standard input. A known name wins over a file
-            of that name.
+            of its folders too), a glob, "-" for standard input, or a data set of `hub`. A known
+            name wins over a file of that name.
         pattern: which files of a folder to take instead, whatever their ending; `**` is known.
-        cache_dir: where downloads are kept; only a known name needs it.
-        scratch: folder on whose disk standard input is kept meanwhile, in a file without a name.
-        note: told in one line what the user should know.
+        limits: how many characters of each name will be read at most; infinite: all.
 
     Raises:
         Refused: nothing there.
-        GptfastError: a named corpus cannot be had, standard input cannot be kept.
+        GptfastError: a corpus cannot be had, a stream cannot be kept.
     """
     if pattern is not None and not any(Path(name).is_dir() for name in names):
         raise Refused(f"--glob {pattern}: it picks files of a folder, and no folder is named")
-    descriptions: list[str] = []
-    sources: dict[Path | int, Source] = {}
+    table = corpora.known()
     with contextlib.ExitStack() as stack:
-        for name in dict.fromkeys(map(str, names)):
-            if name in NAMES:
-                edition = _edition(name, cache_dir=cache_dir, note=note)
-                description, found = edition.description, [Source(name, edition.path)]
+        all_found: list[Found] = []
+        taken: set[Path | int] = set()
+        for name, limit in dict(zip(map(str, names), limits, strict=True)).items():
+            max_chars = None if math.isinf(limit) else math.ceil(limit)
+            if name == SHAKESPEARE or name in table:
+                _note_a_file_called(name, around.note)
+            if name == SHAKESPEARE:
+                found = _shakespeare(around)
+            elif name in table:
+                found = _known_corpus(table[name], around, whole=max_chars is None)
             elif name == STANDARD_INPUT:
-                source = stack.enter_context(_standard_input(scratch))
-                description, found = source.label, [source]
+                found = stack.enter_context(_standard_input(around, reading))
+            elif name.startswith(hub.PREFIX):
+                found = stack.enter_context(_data_set(name, around, reading.text_key, max_chars))
             else:
-                description, found = name, list(_files(name, pattern))
-            descriptions.append(description)
-            for source in found:
-                sources.setdefault(source.identity, source)
-        yield Corpus(", ".join(descriptions), tuple(sources.values()))
+                found = Found(name, name, tuple(_files(name, pattern, known=[SHAKESPEARE, *table])))
+            sources = {source.identity: source for source in found.sources}
+            new = [source for identity, source in sources.items() if identity not in taken]
+            taken.update(sources)
+            n_elsewhere = len(sources) - len(new)
+            all_found.append(Found(name, found.description, tuple(new), n_elsewhere))
+        yield Corpus(tuple(all_found))
+
+
+def known_names() -> tuple[str, ...]:
+    """Corpora that are known by name."""
+    return (SHAKESPEARE, *corpora.known())
 
 
 def short_name(source: str) -> str:
     """The name of a source for the data file: a file's without its endings, a folder's."""
     if source == STANDARD_INPUT:
         return "stdin"
+    if source.startswith(hub.PREFIX):
+        return Path(hub.parse(source).name).name
     path = Path(source)
     if glob.has_magic(source) and not path.exists():
         while glob.has_magic(str(path)):
@@ -118,31 +177,93 @@ def short_name(source: str) -> str:
     return path.name if path.is_dir() else bare_name(path.name).stem
 
 
-def _edition(
-    name: str, *, cache_dir: Path | None, note: Callable[[str], None]
-) -> shakespeare.Edition:
-    assert cache_dir is not None, "a corpus known by name is kept in the cache"
+def _note_a_file_called(name: str, note: Callable[[str], None]) -> None:
     if Path(name).exists():
         note(f"{name} is the corpus of that name: write ./{name} for the file here")
-    return shakespeare.obtain(cache_dir=cache_dir, note=note)
+
+
+def _shakespeare(around: Surroundings) -> Found:
+    edition = shakespeare.obtain(cache_dir=_cache_dir(around), note=around.note)
+    return Found(SHAKESPEARE, edition.description, (Source(SHAKESPEARE, edition.path),))
+
+
+def _known_corpus(corpus: corpora.KnownCorpus, around: Surroundings, *, whole: bool) -> Found:
+    """Its files are fetched when they are read."""
+    cache_dir = _cache_dir(around)
+    if whole:
+        corpus.check_room(cache_dir)
+    sources = (
+        Source(
+            f"{corpus.name}/{file}",
+            corpus.place(file, cache_dir),
+            text_key="text",
+            obtain=partial(corpus.obtain, file, cache_dir=cache_dir, note=around.tell),
+        )
+        for file in corpus.files
+    )
+    return Found(corpus.name, f"{corpus.title}, {corpus.folder}", tuple(sources))
 
 
 @contextlib.contextmanager
-def _standard_input(scratch: Path) -> Iterator[Source]:
-    """What comes in, kept: text is read twice."""
+def _data_set(
+    name: str, around: Surroundings, column: str, max_chars: int | None
+) -> Iterator[Found]:
+    data_set = hub.parse(name)
+    if data_set.is_local:
+        fill = partial(hub.keep_here, data_set, column=column, max_chars=max_chars)
+        with _kept(name, around.scratch, fill) as copy:
+            source = Source(name, copy.fileno(), ending=".jsonl", text_key=hub.KEY)
+            yield Found(name, name, (source,))
+    else:
+        path, commit = hub.keep_in_cache(
+            data_set, _cache_dir(around), column=column, max_chars=max_chars, note=around.tell
+        )
+        source = Source(name, path, ending=".jsonl", text_key=hub.KEY)
+        yield Found(name, f"{name} at commit {commit}", (source,))
+
+
+@contextlib.contextmanager
+def _standard_input(around: Surroundings, reading: Reading) -> Iterator[Found]:
+    label = "standard input"
+    with _kept(label, around.scratch, _fill_from_standard_input) as copy:
+        if reading.kind == "auto" and _begins_as_json_lines(copy):
+            around.note(f"{label} begins as JSON lines do and is read as text: --format jsonl?")
+        yield Found(STANDARD_INPUT, label, (Source(label, copy.fileno()),))
+
+
+def _fill_from_standard_input(copy: IO[bytes]) -> None:
+    with os.fdopen(0, "rb", closefd=False) as stdin:
+        shutil.copyfileobj(stdin, copy)
+
+
+def _begins_as_json_lines(file: IO[bytes]) -> bool:
+    file.seek(0)
+    try:
+        return isinstance(json.loads(file.readline(1 << 20)), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+@contextlib.contextmanager
+def _kept(label: str, scratch: Path, fill: Callable[[IO[bytes]], None]) -> Iterator[IO[bytes]]:
+    """A file without a name for what comes in: text is read twice."""
     with contextlib.ExitStack() as stack:
         try:
             copy = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115  # closed by the stack
             stack.callback(_close, copy)
-            with os.fdopen(0, "rb", closefd=False) as stdin:
-                shutil.copyfileobj(stdin, copy)
+            fill(copy)
             copy.flush()
         except OSError as error:
             raise GptfastError(
-                f"standard input: cannot be kept in {scratch} ({error.strerror}): free space, or "
+                f"{label}: cannot be kept in {scratch} ({error.strerror}): free space, or "
                 "choose another --out"
             ) from error
-        yield Source("standard input", copy.fileno())
+        yield copy
+
+
+def _cache_dir(around: Surroundings) -> Path:
+    assert around.cache_dir is not None, "what is not on this machine is kept in the cache"
+    return around.cache_dir
 
 
 def _close(file: IO[bytes]) -> None:
@@ -151,7 +272,7 @@ def _close(file: IO[bytes]) -> None:
         file.close()
 
 
-def _files(source: str, pattern: str | None) -> Iterator[Source]:
+def _files(source: str, pattern: str | None, *, known: Sequence[str]) -> Iterator[Source]:
     path = Path(source)
     if path.is_dir():
         if pattern is None:
@@ -172,7 +293,7 @@ def _files(source: str, pattern: str | None) -> Iterator[Source]:
     else:
         raise Refused(
             f"{source}: no such file or folder ({path.absolute()}), and not a known name: known: "
-            f"{', '.join(NAMES)}"
+            f"{', '.join(known)}"
         )
 
 
