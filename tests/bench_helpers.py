@@ -14,12 +14,12 @@ from plugin_helpers import enabled
 from gptfast.bench.conditions import Conditions
 from gptfast.bench.ladder import Bound, measure, measure_without
 from gptfast.bench.messages import (
-    Breakdown,
     Built,
     Footprint,
     Lap,
     MachineFacts,
     Operator,
+    Phases,
     RungFailed,
 )
 from gptfast.bench.record import Bench, Protocol
@@ -93,6 +93,8 @@ class FakeMachine:
     foreign_cpus: float = 0.0
     tick: int = 0
     turns: list[tuple[str, int]] = field(default_factory=list)
+    divisions: list[str] = field(default_factory=list)
+    """Whose steps were divided up, in order."""
     open: list[str] = field(default_factory=list)
     workers: list[FakeWorker] = field(default_factory=list)
     most_at_once: int = 0
@@ -180,10 +182,14 @@ class FakeWorker:
         if n_bytes > self.machine.free():
             raise RungFailed("out of memory: no more", out_of_memory=True)
 
-    def break_down(self, steps: int, *, profiled: int, trace: Path, patience_s: float) -> Breakdown:
+    def divide(self, steps: int, *, patience_s: float) -> Phases:
         assert self.standing
-        parts = (1.0, 80.0, 120.0, 40.0, 9.0)
-        return Breakdown(250.0, *parts, [Operator("aten::mm", 100.0, 24.0)], trace.name)
+        self.machine.divisions.append(self.name)
+        return Phases(1.0, 80.0, 120.0, 40.0, 9.0 * self.machine.divisions.count(self.name))
+
+    def profile(self, steps: int, *, trace: Path, patience_s: float) -> list[Operator]:
+        assert self.standing
+        return [Operator("aten::mm", 100.0, 24.0)]
 
     def hooks_us(self, *, patience_s: float) -> float:
         assert not self.closed

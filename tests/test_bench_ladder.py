@@ -30,6 +30,7 @@ from plugin_helpers import enabled
 
 from gptfast.bench.conditions import Gpu
 from gptfast.bench.ladder import ladder_order, without
+from gptfast.bench.messages import Phases
 from gptfast.bench.overhead import measure_overhead
 from gptfast.bench.published import Ladder, published
 from gptfast.bench.record import Rung
@@ -311,15 +312,24 @@ def test_a_profile_that_does_not_run_whole_is_said_at_once() -> None:
 # where the time goes, and what the machinery costs -------------------------------------------
 
 
-def test_each_rung_is_divided_up_before_it_goes(tmp_path: Path) -> None:
-    machine = FakeMachine(memory=4 * GIB, fails={"half": (9, "no")})
+def test_each_rung_is_divided_up_by_turns_before_it_goes(tmp_path: Path) -> None:
+    machine = FakeMachine(fails={"half": (9, "no")})
     result = climb(machine, DOUBLING, SAME, HALF, trace=lambda name: tmp_path / f"{name}.json.gz")
     for row in result.rungs[:3]:
         assert row.breakdown is not None
+        assert row.breakdown.phases == Phases(1.0, 80.0, 120.0, 40.0, 27.0), "medians of 5"
         assert row.breakdown.trace == f"{row.name}.json.gz"
         assert row.breakdown.operators[0].name == "aten::mm"
     assert result.rungs[3].breakdown is None
+    up = ["baseline", "doubling", "same"]
+    assert machine.divisions == [*up, *up[::-1], *up, *up[::-1], *up]
     assert climb(FakeMachine(), SAME).rungs[1].breakdown is None
+
+
+def test_rungs_in_groups_are_divided_up_too(tmp_path: Path) -> None:
+    machine = FakeMachine(memory=3 * GIB)
+    result = climb(machine, DOUBLING, SAME, trace=lambda name: tmp_path / f"{name}.json.gz")
+    assert all(row.breakdown is not None for row in result.rungs)
 
 
 def test_the_machinery_is_measured_by_turns_with_the_bare_loop() -> None:

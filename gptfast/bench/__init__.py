@@ -1,10 +1,27 @@
-"""Measures what each plugin brings on this machine, and whether it changed what is learnt.
+"""Measures what each plugin brings on this machine, and whether it changed what was learnt.
 
+A worker process, from the inside out:
+
+- `rung` what is advanced in laps: a trainer, or the loop of `bare`, written by hand
+- `phases` where the time of a step goes
+- `conditions` load, clocks and temperatures; what other programs take
 - `messages` what a worker answers
-- `worker` the process of one rung: a trainer that advances when told to
+- `worker` the process
 - `process` the other end of its pipes
+
+The measurement:
+
+- `attempt` one rung from the start of its process to its last round
+- `sitting` which rungs stand at the same time, and whose turn it is
+- `ladder` which rungs there are
+- `overhead` what the machinery costs
 - `statistics` warm-up, ratios, drift, claims: arithmetic alone
-- `record` the result, which is the JSON
-- `ladder` which rungs there are, and measuring them
-- `table` the result as rows
+
+The result:
+
+- `record` what is the JSON, and reading it back
+- `rows` from what the rungs did to the rows
+- `compare` two results
+- `published` ladders of others
+- `table`, `pictures` the result as text and as bars
 """

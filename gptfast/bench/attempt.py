@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 from typing import Protocol as Interface
 
-from gptfast.bench.messages import Breakdown, Built, Lap, RungFailed
-from gptfast.bench.record import Protocol, Warmup
-from gptfast.bench.statistics import is_warm, warmup
+from gptfast.bench.messages import Built, Lap, Operator, Phases, RungFailed
+from gptfast.bench.record import Breakdown, Protocol, Warmup
+from gptfast.bench.statistics import is_warm, median_phases, warmup
 from gptfast.plugin import Plugin, Profile
 from gptfast.registry import Enabled
 
@@ -25,9 +25,8 @@ class Worker(Interface):
         self, profile: Profile, *, device: str, plugin: str | None, bare: bool, patience_s: float
     ) -> Built: ...
     def advance(self, steps: int, *, lead_in: int, patience_s: float) -> Lap: ...
-    def break_down(
-        self, steps: int, *, profiled: int, trace: Path, patience_s: float
-    ) -> Breakdown: ...
+    def divide(self, steps: int, *, patience_s: float) -> Phases: ...
+    def profile(self, steps: int, *, trace: Path, patience_s: float) -> list[Operator]: ...
     def hooks_us(self, *, patience_s: float) -> float: ...
     def close(self) -> None: ...
 
@@ -49,7 +48,6 @@ class Attempt:
 
     built: Built
     warmup: Warmup
-    breakdown: Breakdown | None = None
 
     def __init__(
         self,
@@ -73,6 +71,8 @@ class Attempt:
         """Of each step from the first."""
         self.rounds: dict[int, Lap] = {}
         """Those that count, by their number."""
+        self.divided: list[Phases] = []
+        self.breakdown: Breakdown | None = None
         self.notes: list[str] = []
         self.step_s = 0.0
         """Of a steady step in the warm-up."""
@@ -157,19 +157,30 @@ class Attempt:
             self._fail_as(failure)
         return done
 
-    def break_down(self, trace: Path) -> None:
-        """Find out where the time of its steps goes; `trace` is to be written."""
-        protocol = self._protocol
-        try:
-            self.breakdown = self._standing.break_down(
-                protocol.breakdown_steps,
-                profiled=protocol.profiled_steps,
-                trace=trace,
-                patience_s=self._patience_s(protocol.breakdown_steps + protocol.profiled_steps),
+    def divide(self) -> None:
+        """One round in which the time of its steps is divided up."""
+        steps = self._protocol.steps
+        with self._failing_is_a_note("divided up"):
+            phases = self._standing.divide(steps, patience_s=self._patience_s(steps))
+            self.divided.append(phases)
+
+    def profile(self, trace: Path) -> None:
+        """Find its largest operators; `trace` is to be written."""
+        steps = self._protocol.profiled_steps
+        with self._failing_is_a_note("profiled"):
+            operators = self._standing.profile(
+                steps, trace=trace, patience_s=self._patience_s(steps)
             )
+            self.breakdown = Breakdown(median_phases(self.divided), operators, trace.name)
+
+    @contextmanager
+    def _failing_is_a_note(self, what: str) -> Iterator[None]:
+        """What was measured before stands."""
+        try:
+            yield
         except RungFailed as failure:
-            # What was measured before stands.
-            self.notes.append(f"no breakdown: {failure}")
+            self.notes.append(f"it could not be {what}: {failure}")
+            self.fail(str(failure))
 
     def hooks_us(self) -> float:
         """Microseconds that the hooks of a step take in its process where no plugin has any."""

@@ -251,7 +251,8 @@ def _measured(
             workers=workers,
             start=there.start,
             tell=there.tell,
-            farewell=lambda attempt: None if attempt is again else _break_down(attempt, there),
+            divides=there.trace is not None,
+            farewell=lambda attempt: None if attempt is again else _profile(attempt, there),
         )
         sitting.seat(baseline)
         opening = sitting.alone(baseline)
@@ -281,7 +282,7 @@ def _measured(
     return replace(result, warnings=warnings(result, attempts))
 
 
-def _break_down(attempt: Attempt, there: Bound) -> None:
+def _profile(attempt: Attempt, there: Bound) -> None:
     if there.trace is not None:
-        there.tell(f"{attempt.name}: where the time goes")
-        attempt.break_down(there.trace(attempt.name))
+        there.tell(f"{attempt.name}: its largest operators")
+        attempt.profile(there.trace(attempt.name))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
@@ -100,21 +100,9 @@ class Lap:
 
 
 @dataclass(frozen=True)
-class Operator:
-    """What one kernel of the device, or one operator on a CPU, takes of a step."""
-
-    name: str
-    ms: float
-    """Within it alone, without what it calls, per step."""
-    calls: float
-    """Per step."""
-
-
-@dataclass(frozen=True)
-class Breakdown:
+class Phases:
     """Where the time of a step goes, in ms."""
 
-    step_ms: float
     data_ms: float
     """Waiting for the windows."""
     forward_ms: float
@@ -123,10 +111,21 @@ class Breakdown:
     """From the end of the last backward pass to the update: unscaling, clipping, stepping."""
     rest_ms: float
     """Hooks, copies to the device, book-keeping."""
-    operators: list[Operator]
-    """The largest, of a few steps under torch's profiler, which slows them."""
-    trace: str | None = None
-    """File with the trace of these steps, for Perfetto."""
+
+    @property
+    def step_ms(self) -> float:
+        return float(sum(astuple(self)))
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What one kernel of the device, or one operator on a CPU, takes of a step."""
+
+    name: str
+    ms: float
+    """Within it alone, without what it calls, per step."""
+    calls: float
+    """Per step."""
 
 
 class RungFailed(Exception):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from gptfast.bench.messages import Breakdown, Operator
+from gptfast.bench.messages import Operator, Phases
 from gptfast.machine import synchronize
 from gptfast.plugin import Batch, Source, Stepper, Windows
 from gptfast.trainer import Trainer
@@ -29,30 +29,30 @@ LARGEST = 10
 DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
 
 
-def break_down(trainer: Trainer, steps: int, *, profiled: int, trace: Path) -> Breakdown:
-    """Divide `steps` steps into their phases, then profile `profiled` more.
-
-    Args:
-        trace: file to write for Perfetto; one that ends in .gz is packed.
-    """
-    device = trainer.machine.device
-    watch = Stopwatch(device)
-    with timed(trainer, watch):
-        with watch.phase("step"):
-            for _ in range(steps):
-                trainer.one_step()
-        ms = {phase: total / steps for phase, total in watch.milliseconds().items()}
-        operators = _profiled(trainer, profiled, trace=trace)
-    return Breakdown(
-        step_ms=ms["step"],
+def divide(trainer: Trainer, steps: int) -> Phases:
+    """Do `steps` steps under the stopwatch."""
+    watch = Stopwatch(trainer.machine.device)
+    with timed(trainer, watch), watch.phase("step"):
+        for _ in range(steps):
+            trainer.one_step()
+    ms = {phase: total / steps for phase, total in watch.milliseconds().items()}
+    return Phases(
         data_ms=ms[DATA],
         forward_ms=ms[FORWARD],
         backward_ms=ms[BACKWARD],
         optimizer_ms=ms[OPTIMIZER],
         rest_ms=ms["step"] - ms[DATA] - ms[FORWARD] - ms[BACKWARD] - ms[OPTIMIZER],
-        operators=operators,
-        trace=trace.name,
     )
+
+
+def profiled(trainer: Trainer, steps: int, *, trace: Path) -> list[Operator]:
+    """The largest operators of `steps` steps under torch's profiler, the first not counted.
+
+    Args:
+        trace: file to write for Perfetto; one that ends in .gz is packed.
+    """
+    with timed(trainer, Stopwatch(trainer.machine.device)):  # its phases have bars in the trace
+        return _profiled(trainer, steps, trace=trace)
 
 
 def _profiled(trainer: Trainer, steps: int, *, trace: Path) -> list[Operator]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import astuple
 
 from gptfast.bench.record import Bench, Rung
 from gptfast.console.ladder import FORMATS, Bar, picture
@@ -25,14 +26,9 @@ def _said(rung: Rung) -> str:
 def stacked_bars(bench: Bench) -> list[Bar]:
     """A bar of five parts for each rung that was divided up."""
     return [
-        Bar(
-            rung.name,
-            parts.step_ms,
-            f"{parts.step_ms:,.1f} ms",
-            (parts.data_ms, parts.forward_ms, parts.backward_ms, parts.optimizer_ms, parts.rest_ms),
-        )
+        Bar(rung.name, phases.step_ms, f"{phases.step_ms:,.1f} ms", astuple(phases))
         for rung in bench.rungs
-        if (parts := rung.breakdown) is not None
+        if rung.breakdown is not None and (phases := rung.breakdown.phases)
     ]
 
 

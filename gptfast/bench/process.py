@@ -16,10 +16,11 @@ from types import TracebackType
 from typing import Any
 
 from gptfast.bench.messages import (
-    Breakdown,
     Built,
     Lap,
     MachineFacts,
+    Operator,
+    Phases,
     RungFailed,
     parse,
 )
@@ -114,14 +115,23 @@ class WorkerProcess:
         request = {"do": "advance", "steps": steps, "lead_in": lead_in}
         return parse(Lap, self._must(self._ask(request, patience_s)))
 
-    def break_down(self, steps: int, *, profiled: int, trace: Path, patience_s: float) -> Breakdown:
-        """Find out where the time of a step goes; `trace` is to be written.
+    def divide(self, steps: int, *, patience_s: float) -> Phases:
+        """Do `steps` steps and see where their time goes.
 
         Raises:
             RungFailed: as of `advance`.
         """
-        request = {"do": "break_down", "steps": steps, "profiled": profiled, "trace": str(trace)}
-        return parse(Breakdown, self._must(self._ask(request, patience_s)))
+        request = {"do": "divide", "steps": steps}
+        return parse(Phases, self._must(self._ask(request, patience_s)))
+
+    def profile(self, steps: int, *, trace: Path, patience_s: float) -> list[Operator]:
+        """The largest operators of `steps` steps; `trace` is to be written.
+
+        Raises:
+            RungFailed: as of `advance`.
+        """
+        request = {"do": "profile", "steps": steps, "trace": str(trace)}
+        return parse(list[Operator], self._must(self._ask(request, patience_s))["operators"])
 
     def hooks_us(self, *, patience_s: float) -> float:
         """What the hooks of a step cost without a plugin.

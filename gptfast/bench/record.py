@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from gptfast.bench.conditions import Conditions
-from gptfast.bench.messages import Breakdown, MachineFacts
+from gptfast.bench.messages import MachineFacts, Operator, Phases
 from gptfast.errors import Refused
 
 FORMAT = 2
@@ -52,8 +52,8 @@ class Protocol:
     differ by. Chosen: two runs are one sample of a difference that grows from step to step."""
     control: bool = False
     """Whether the baseline is measured twice. It always is where the device adds in any order."""
-    breakdown_steps: int = 10
-    """Steps in which the time of a step is divided up."""
+    breakdown_rounds: int = 5
+    """Rounds by turns in which the time of a step is divided up, where that is asked."""
     profiled_steps: int = 3
     """Steps under torch's profiler."""
     patience_s: float = 900.0
@@ -111,6 +111,18 @@ class Verdict:
     """Largest drift from the other rung that keeps the claim; None: not judged by drift."""
     verdict: str
     """ "kept", "broken", or "recipe": judged by the loss at equal time, not here."""
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Where the time of a step goes."""
+
+    phases: Phases
+    """Medians over rounds by turns, without a profiler."""
+    operators: list[Operator]
+    """The largest, of a few steps under torch's profiler, which slows them."""
+    trace: str
+    """File in `traces` with these steps, for Perfetto."""
 
 
 @dataclass(frozen=True)

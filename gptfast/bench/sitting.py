@@ -13,7 +13,7 @@ may hold memory that nobody else knows of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from statistics import median
 
@@ -36,6 +36,7 @@ class Sitting:
     Args:
         workers: ends the processes.
         start: starts the process of a rung.
+        divides: whether the time of steps is divided up too.
         farewell: what is to be done with a rung before it goes.
     """
 
@@ -48,6 +49,7 @@ class Sitting:
         workers: ExitStack,
         start: Start,
         tell: Tell,
+        divides: bool = False,
         farewell: Farewell = lambda attempt: None,
     ) -> None:
         self.standing: list[Attempt] = []
@@ -57,6 +59,7 @@ class Sitting:
         self._workers = workers
         self._start = start
         self._tell = tell
+        self._divides = divides
         self._farewell = farewell
         self._first: Attempt | None = None
         self._round = 0
@@ -148,12 +151,19 @@ class Sitting:
         self._tell(_plan(self.standing, self._protocol))
         first, self._round = self._round, self._round + self._protocol.rounds
         for number in range(first, self._round):
-            # Up the ladder and down again, so that a machine that slows within a round favours
-            # no rung.
-            for attempt in self.standing[:: -1 if number % 2 else 1]:
+            for attempt in self._by_turns(number):
                 attempt.turn(number)
-                if attempt.failure is not None:
-                    self._lose(attempt)
+        for number in range(self._protocol.breakdown_rounds if self._divides else 0):
+            for attempt in self._by_turns(number):
+                attempt.divide()
+
+    def _by_turns(self, number: int) -> Iterator[Attempt]:
+        """Everybody once: up the ladder and the next time down, so that a machine that slows within
+        a round favours no rung."""
+        for attempt in self.standing[:: -1 if number % 2 else 1]:
+            yield attempt
+            if attempt.failure is not None:
+                self._lose(attempt)
 
     def _lose(self, attempt: Attempt) -> None:
         """It failed in its rounds. What it did before stands, if that was all of them."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from statistics import median
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from gptfast.bench.messages import Phases
 from gptfast.bench.record import Drift, Protocol, Ratio, Verdict, Warmup
 from gptfast.plugin import Claim, Plugin, least_tolerance
 
@@ -160,6 +161,11 @@ def judge(plugin: Plugin, others: Iterable[Plugin], drift: Drift, *, slack: floa
         allowed = max([allowed, *(other.tolerance for other in others)])
     verdict = "kept" if drift.largest <= allowed else "broken"
     return Verdict(plugin.claim.value, plugin.tolerance, allowed, verdict)
+
+
+def median_phases(rounds: Sequence[Phases]) -> Phases:
+    """The median of each phase; a step is their sum."""
+    return Phases(*map(median, zip(*map(astuple, rounds), strict=True)))
 
 
 def spread(times: Sequence[float]) -> float:

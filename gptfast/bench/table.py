@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from gptfast.bench.compare import Comparison
 from gptfast.bench.overhead import ALLOWED, ALLOWED_HOOKS_US, Overhead
@@ -123,20 +123,16 @@ def breakdown_table(bench: Bench) -> Table:
     """Where the time of a step goes, in ms, a row for each rung that was divided up."""
     rows: Rows = []
     for rung in bench.rungs:
-        parts = rung.breakdown
-        if parts is not None:
-            phases = (
-                *(parts.data_ms, parts.forward_ms, parts.backward_ms),
-                *(parts.optimizer_ms, parts.rest_ms, parts.step_ms),
-            )
-            rows.append([rung.name, *(f"{ms:,.2f}" for ms in phases)])
+        if rung.breakdown is not None:
+            phases = rung.breakdown.phases
+            rows.append([rung.name, *(f"{ms:,.2f}" for ms in (*astuple(phases), phases.step_ms))])
     return ["ms in", "data", "forward", "backward", "optimizer", "rest", "step"], rows
 
 
 def operators_table(rung: Rung) -> Table:
     """The largest kernels or operators of a rung."""
     assert rung.breakdown is not None, "the caller asks for rungs that were divided up"
-    total = rung.breakdown.step_ms
+    total = rung.breakdown.phases.step_ms
     rows: Rows = [
         [one.name, f"{one.ms:,.3f}", f"{one.ms / total:.1%}", f"{one.calls:,.1f}"]
         for one in rung.breakdown.operators

@@ -26,7 +26,7 @@ import torch
 from gptfast import registry
 from gptfast.bench.bare import hooks_us
 from gptfast.bench.messages import MachineFacts
-from gptfast.bench.phases import break_down
+from gptfast.bench.phases import divide, profiled
 from gptfast.bench.rung import Rung, TrainerLoop, built_rung
 from gptfast.data.store import Store
 from gptfast.errors import GptfastError
@@ -34,6 +34,7 @@ from gptfast.machine import find_machine, measure_matmul_peak, peak_dtype
 from gptfast.memory import is_out_of_memory
 from gptfast.plugin import Profile
 from gptfast.session import with_vocabulary
+from gptfast.trainer import Trainer
 
 Request = dict[str, Any]
 
@@ -138,16 +139,18 @@ class Desk:
     def _advance(self, request: Request) -> dict[str, Any]:
         return asdict(self._rung.advance(request["steps"], lead_in=request["lead_in"]))
 
-    def _break_down(self, request: Request) -> dict[str, Any]:
+    def _divide(self, request: Request) -> dict[str, Any]:
+        return asdict(divide(self._trainer, request["steps"]))
+
+    def _profile(self, request: Request) -> dict[str, Any]:
+        largest = profiled(self._trainer, request["steps"], trace=Path(request["trace"]))
+        return {"operators": [asdict(operator) for operator in largest]}
+
+    @property
+    def _trainer(self) -> Trainer:
         loop = self._rung.loop
         assert isinstance(loop, TrainerLoop), "the bare loop has no parts"
-        broken_down = break_down(
-            loop.trainer,
-            request["steps"],
-            profiled=request["profiled"],
-            trace=Path(request["trace"]),
-        )
-        return asdict(broken_down)
+        return loop.trainer
 
     def _hooks(self, request: Request) -> dict[str, Any]:
         return {"microseconds": hooks_us()}
