@@ -19,7 +19,7 @@ from gptfast.data.windows import WindowOrder
 from gptfast.hooks import Hooks
 from gptfast.model import GPT
 from gptfast.optim import build_adamw, lr_factor
-from gptfast.plugin import Machine, Profile, Stepped
+from gptfast.plugin import Machine, Profile, Stepped, Update
 
 
 def bare_loop(profile: Profile, *, store: Store, machine: Machine) -> Callable[[], Tensor]:
@@ -62,12 +62,14 @@ def hooks_us(*, steps: int = 2000, rounds: int = 9) -> float:
     """
     hooks = Hooks([], note=lambda line: None)
     nothing = torch.zeros(())
+    update = Update(1, nothing, nothing)
     event = Stepped(1, 1, nothing, nothing, 0.0, 1, True)
 
     def with_hooks() -> None:
         for _ in range(steps):
             with hooks.micro_scope(last=True), hooks.forward_scope():
                 pass
+            hooks.before_step(update)
             hooks.step(event)
 
     def without() -> None:
