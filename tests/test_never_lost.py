@@ -9,9 +9,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gptfast import registry
+from gptfast import registry, session
 from gptfast.checkpoint import Checkpoint, save_checkpoint
 from gptfast.cli import main
 from gptfast.contract.tiny import write_tiny_store
@@ -39,6 +41,7 @@ from gptfast.trainer import Trainer
 MARKER = "PICKLE-CODE-RAN"
 
 Captured = pytest.CaptureFixture[str]
+Tally = Callable[..., None]
 
 
 PROFILE = """
@@ -164,7 +167,7 @@ DAMAGES = [
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGES)
 def test_resume_falls_back_to_the_newest_checkpoint_that_loads(
-    run: Run, capsys: Captured, name: str, damage: Damage
+    run: Run, capsys: Captured, tally: Tally, name: str, damage: Damage
 ) -> None:
     """RES-07, and the result is the one of a run to which nothing happened."""
     damage(run.checkpoint_folder(6) / name)
@@ -182,6 +185,8 @@ def test_resume_falls_back_to_the_newest_checkpoint_that_loads(
     assert equal(weights(run), weights(Run(run.folder.with_name("two"))))
     steps = [record["step"] for record in run.metrics() if record["kind"] == "step"]
     assert steps == list(range(1, 8))
+    tally("faults injected")
+    tally("resumes compared")
 
 
 def test_pointers_name_no_checkpoint_that_was_set_aside(run: Run) -> None:
@@ -215,13 +220,14 @@ def test_a_refused_resume_leaves_damaged_checkpoints_where_they_are(run: Run) ->
 @pytest.mark.parametrize("command", ["eval", "generate"])
 @pytest.mark.parametrize(("name", "damage"), [d for d in DAMAGES if d[0] != "trainer.pt"])
 def test_reading_a_damaged_checkpoint_is_refused(
-    run: Run, capsys: Captured, command: str, name: str, damage: Damage
+    run: Run, capsys: Captured, tally: Tally, command: str, name: str, damage: Damage
 ) -> None:
     damage(run.checkpoint_folder(6) / name)
     assert main([command, "one", "--device", "cpu"]) == 2
     error = said_in_one_line(capsys)
     assert name in error
     assert MARKER not in error
+    tally("faults injected")
 
 
 @pytest.fixture(scope="module")
@@ -378,7 +384,10 @@ class Counts(Plugin):
 
 @pytest.fixture
 def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {**registry.discover(), **found(fails=Fails, counts=Counts, signals=Signals)}
+    known = {
+        **registry.discover(),
+        **found(fails=Fails, counts=Counts, signals=Signals, hangs=Hangs),
+    }
     monkeypatch.setattr(registry, "discover", lambda: known)
 
 
@@ -390,7 +399,7 @@ RARELY = ("--profile", "tiny", "--run", "rare", "--set", "train.save_interval=10
     [("step", [5]), ("micro_scope", [5]), ("evaluated", [3, 4, 5]), ("stepper", [])],
 )
 def test_the_last_finished_step_is_saved_before_an_error_is_reported(
-    folder: Path, plugins: None, capsys: Captured, hook: str, saved: list[int]
+    folder: Path, plugins: None, capsys: Captured, tally: Tally, hook: str, saved: list[int]
 ) -> None:
     """The error is the one of the plugin; half an update is never saved."""
     code = train(*RARELY, "--set", f"plugins.fails.hook={hook}", "--plugin", "counts")
@@ -400,6 +409,7 @@ def test_the_last_finished_step_is_saved_before_an_error_is_reported(
     assert not [line for line in errors if "Traceback" in line]
     rare = Run(folder / "runs" / "rare")
     assert rare.steps() == saved
+    tally("faults injected")
     if not saved:
         return
     rare.latest().check()
@@ -410,6 +420,7 @@ def test_the_last_finished_step_is_saved_before_an_error_is_reported(
     assert equal(weights(rare), weights(Run(folder / "runs" / "two")))
     steps = [record["step"] for record in rare.metrics() if record["kind"] == "step"]
     assert steps == list(range(1, 8))
+    tally("resumes compared")
 
 
 def test_the_first_error_is_reported_also_when_saving_fails(
@@ -438,6 +449,8 @@ class SignalsAt(Plugin.Options):  # type: ignore[name-defined,misc]  # a class o
     """ "evaluation", "sample" or "save"."""
     times: int = 1
     number: int = int(signal.SIGINT)
+    scope: int = 1
+    """Which evaluation or sample, counted from 1."""
 
 
 class Signals(Plugin):
@@ -450,6 +463,7 @@ class Signals(Plugin):
         self.steps = 0
         self.forwards: list[int] = []
         self.evaluating = False
+        self.scopes = 0
         SEEN.append(self)
 
     def _send(self) -> None:
@@ -459,13 +473,14 @@ class Signals(Plugin):
     @contextmanager
     def eval_scope(self) -> Iterator[None]:
         self.evaluating = True
+        self.scopes += 1
         yield
         self.evaluating = False
 
     def forward_scope(self) -> AbstractContextManager[object]:
-        if self.evaluating:
+        if self.evaluating and self.scopes == self.options.scope:
             self.forwards.append(self.steps)
-            if len(self.forwards) == 2:
+            if len(self.forwards) == 1:
                 self._send()
         return nullcontext()
 
@@ -496,6 +511,7 @@ def test_a_signal_ends_an_evaluation_and_a_sample_at_once(
     folder: Path,
     plugins: None,
     capsys: Captured,
+    tally: Tally,
     at: str,
     settings: list[str],
     number: signal.Signals,
@@ -506,11 +522,15 @@ def test_a_signal_ends_an_evaluation_and_a_sample_at_once(
     sets += [f"--set={key}" for key in settings]
     assert train(*RARELY, *sets) == code
     assert number.name in capsys.readouterr().err
-    assert SEEN.pop().forwards == [4, 4]
+    assert SEEN.pop().forwards == [4]
     rare = Run(folder / "runs" / "rare")
     assert rare.steps() == [4]
     assert train("--run", "rare", "--resume", "--without", "signals", "--stop-at", "7") == 0
     assert equal(weights(rare), weights(Run(folder / "runs" / "two")))
+    evaluated = [r["step"] for r in rare.metrics() if r["kind"] == "eval"]
+    assert evaluated == ([4] if at == "evaluation" else []), "made by the resumed run"
+    tally("faults injected")
+    tally("resumes compared")
 
 
 @pytest.mark.parametrize(("times", "saved"), [(1, [4]), (2, [4]), (3, [])])
@@ -530,8 +550,8 @@ def test_ctrl_c_during_a_save_never_leaves_a_cut_file(
 # kills and full disks --------------------------------------------------------------------------
 
 
-def test_a_run_killed_while_it_saves_is_whole(tmp_path: Path, trained: Path) -> None:
-    """RES-06: 40 times `kill -9`, and the run equals one that was never killed.
+def test_a_run_killed_while_it_saves_is_whole(tmp_path: Path, trained: Path, tally: Tally) -> None:
+    """RES-06: 50 times `kill -9`, and the run equals one that was never killed.
 
     And a save is whole or absent before whichever of its file operations it is killed.
     """
@@ -541,7 +561,7 @@ def test_a_run_killed_while_it_saves_is_whole(tmp_path: Path, trained: Path) -> 
     (tmp_path / "gptfast.toml").write_text(often.replace("[profiles.tiny]\n", ""))
     program = Path(__file__).with_name("killed_saves.py")
     done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path), "40", "7"],
+        [sys.executable, str(program), str(tmp_path), "50", "7"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(program.parent.parent), "OMP_NUM_THREADS": "1"},
@@ -549,12 +569,14 @@ def test_a_run_killed_while_it_saves_is_whole(tmp_path: Path, trained: Path) -> 
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["kills"] == 40
+    assert found["kills"] == 50
     assert found["kills_in_a_save"] >= 5
     assert found["operations"] >= 20
     assert found["logged"] == list(range(1, found["steps"] + 1))
     assert found["unfinished"] == []
     assert found["equal"]
+    tally("kills survived", found["kills"] + found["operations"])
+    tally("resumes compared")
 
 
 @contextmanager
@@ -571,7 +593,9 @@ def no_file_above(n_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer.pt"])
-def test_a_full_disk_leaves_the_old_checkpoint(run: Run, capsys: Captured, name: str) -> None:
+def test_a_full_disk_leaves_the_old_checkpoint(
+    run: Run, capsys: Captured, tally: Tally, name: str
+) -> None:
     """RES-06: exit 1 with the path and the bytes needed; with room again the run goes on."""
     folder = run.checkpoint_folder(6)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -586,6 +610,8 @@ def test_a_full_disk_leaves_the_old_checkpoint(run: Run, capsys: Captured, name:
     assert list(run.folder.rglob(".*")) == []
     assert resume("--stop-at", "7") == 0
     assert equal(weights(run), weights(Run(run.folder.with_name("two"))))
+    tally("faults injected")
+    tally("resumes compared")
 
 
 def test_a_kill_between_two_renames_loses_nothing(run: Run) -> None:
@@ -652,3 +678,144 @@ def test_sigterm_after_sigint_does_not_cut_the_step_short() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert told == ["SIGINT", "SIGTERM"]
+
+
+def test_a_second_signal_waits_for_a_save_and_a_third_does_not() -> None:
+    trainer = SimpleNamespace(can_be_cut=False, interrupt=lambda reason: None)
+    with signals_stop(cast("Trainer", trainer), grace_s=0.05) as caught:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.2)  # nor does the alarm cut it
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert caught == [signal.SIGTERM, signal.SIGTERM]
+
+
+# what takes too long ---------------------------------------------------------------------------
+
+
+class HangsIn(Plugin.Options):  # type: ignore[name-defined,misc]  # a class of a class
+    place: str
+    number: int
+    seconds: float = 30.0
+
+
+class Hangs(Plugin):
+    """Sends its process a signal, once step 4 is done, and then does not come to an end."""
+
+    Options = HangsIn
+
+    def __init__(self, options: HangsIn) -> None:
+        super().__init__(options)
+        self.steps = 0
+
+    def hang(self, place: str, *, after: int = 4) -> None:
+        if place != self.options.place or self.steps != after:
+            return
+        os.kill(os.getpid(), self.options.number)
+        end = time.monotonic() + self.options.seconds
+        while time.monotonic() < end:
+            time.sleep(0.01)
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        self.hang("build", after=0)
+        return model
+
+    def micro_scope(self, last: bool) -> AbstractContextManager[object]:
+        self.hang("step")
+        return nullcontext()
+
+    def build_stepper(self) -> Stepper:
+        return HangingStepper(self)
+
+    def step(self, event: Stepped) -> Want:
+        self.steps = event.step
+        return Want.EVAL if self.options.place == "evaluation" and self.steps == 4 else Want.NOTHING
+
+    @contextmanager
+    def eval_scope(self) -> Iterator[None]:
+        self.hang("evaluation")
+        yield
+
+    def state(self) -> dict[str, Any]:
+        self.hang("save")
+        return {"steps": self.steps}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+class HangingStepper(PlainStepper):
+    def __init__(self, owner: Hangs) -> None:
+        self.owner = owner
+
+    def step(self, optimizer: Optimizer) -> bool:
+        self.owner.hang("update")
+        return super().step(optimizer)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("place", "seconds", "saved", "said"),
+    [
+        ("build", 30.0, [], "before a first step was finished"),
+        ("step", 30.0, [4], "after step 4, which is saved"),
+        ("evaluation", 30.0, [4], "after step 4, which is saved"),
+        ("update", 0.6, [5], "after step 5, which is saved"),
+        ("save", 0.6, [4], "after step 4, which is saved"),
+    ],
+)
+def test_what_does_not_end_is_left_and_the_last_finished_step_saved(
+    folder: Path,
+    plugins: None,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+    tally: Tally,
+    place: str,
+    seconds: float,
+    saved: list[int],
+    said: str,
+    number: signal.Signals,
+    code: int,
+) -> None:
+    """CLI-06 and CLI-08: one signal is enough. An update and a save are waited for, not cut."""
+    monkeypatch.setattr(session, "signals_stop", partial(signals_stop, grace_s=0.2))
+    options = {"place": place, "number": int(number), "seconds": seconds}
+    sets = [f"--set=plugins.hangs.{key}={value}" for key, value in options.items()]
+    if place == "save":
+        sets.append("--set=train.save_interval=4")
+    begun = time.monotonic()
+    assert train(*RARELY, *sets) == code
+    assert time.monotonic() - begun < 10
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{number.name} {said}" in error
+    rare = Run(folder / "runs" / "rare")
+    assert rare.steps() == saved
+    tally("faults injected")
+    if not saved:
+        return
+    assert train("--run", "rare", "--resume", "--without", "hangs", "--stop-at", "7") == 0
+    assert equal(weights(rare), weights(Run(folder / "runs" / "two")))
+    evaluated = [r["step"] for r in rare.metrics() if r["kind"] == "eval"]
+    assert evaluated == ([4] if place == "evaluation" else [])
+    tally("resumes compared")
+
+
+@pytest.mark.parametrize(("at", "scope"), [("evaluation", 1), ("sample", 2)])
+def test_a_signal_after_the_last_step_says_what_is_missing(
+    folder: Path, plugins: None, capsys: Captured, at: str, scope: int
+) -> None:
+    """The evaluation that was cut short is made by --resume."""
+    last = ("--set", "train.steps=4", "--set", "train.sample_tokens=14")
+    last += ("--set", f"plugins.signals.scope={scope}")
+    assert train(*RARELY, *last, "--set", f"plugins.signals.at={at}") == 130
+    error = said_in_one_line(capsys)
+    rare = Run(folder / "runs" / "rare")
+    if at == "evaluation":
+        assert "SIGINT in the evaluation after the last step, 4, which is saved" in error
+        assert "gptfast train --resume --run rare makes it" in error
+        assert [r for r in rare.metrics() if r["kind"] == "eval"] == []
+        assert train("--run", "rare", "--resume", "--without", "signals") == 0
+    else:
+        assert "SIGINT after the last step, 4, which is saved: the run is complete" in error
+    assert [r["step"] for r in rare.metrics() if r["kind"] == "eval"] == [4]
