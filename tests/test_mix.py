@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from array import array
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gptfast.cli import main
 from gptfast.data.corpus import Survey
 from gptfast.data.formats import Tally
 from gptfast.data.plan import Plan, plan
 from gptfast.data.sources import Source
+from gptfast.data.store import Store
 
 # the plan ----------------------------------------------------------------------------------------
 
@@ -112,3 +117,121 @@ def test_in_a_mix_each_source_has_its_own_border() -> None:
     ]
     assert val == [f"0.0.{n}" for n in range(15, 20)] + [f"1.3.{n}" for n in range(5)]
     assert (planned.has_documents, planned.is_mix) == (True, True)
+
+
+# the command -------------------------------------------------------------------------------------
+
+EOT = 50256
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two streams of 1000 and 600 letters, and 40 rows of 25."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("aaaa " * 200)
+    Path("b.txt").write_text("bbbb " * 120)
+    Path("c.jsonl").write_text("".join(f'{{"text": "{"cccc " * 5}"}}\n' for _ in range(40)))
+    return tmp_path
+
+
+def texts_of(store: Store, split: str) -> list[str]:
+    """What stands between the separators."""
+    text = store.tokenizer().decode(store.tokens(split)[:].tolist())
+    return text.removesuffix("<|endoftext|>").split("<|endoftext|>")
+
+
+def test_a_mix_of_streams(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """b is used up first; each has its border, and a separator where the other text begins."""
+    assert main(["prepare", "--mix", "a.txt:1", "b.txt:3", "--out=m.h5", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    with Store.open("m.h5") as store:
+        assert texts_of(store, "train") == ["aaaa " * 36, "bbbb " * 108]
+        assert texts_of(store, "val") == ["aaaa " * 4, "bbbb " * 12]
+        assert store.documents("train").tolist()[0] == 0
+        ids = store.tokens("train")[:].tolist()
+        assert [i for i, token in enumerate(ids) if token == EOT] == [
+            store.documents("train").tolist()[1] - 1,
+            len(ids) - 1,
+        ]
+        recorded = [(s["taken_characters"], s["characters"], s["mix"]) for s in store.sources()]
+    assert recorded == [
+        (200, 1000, {"source": "a.txt", "weight": 1.0}),
+        (600, 600, {"source": "b.txt", "weight": 3.0}),
+    ]
+    assert [(s["name"], s["share"], s["n_left_out"]) for s in answer["shares"]] == [
+        ("a.txt", 0.25, 800),
+        ("b.txt", 0.75, 0),
+    ]
+    assert (answer["n_documents"], answer["n_left_out"]) == (2, 800)
+
+
+def test_a_mix_of_documents(here: Path) -> None:
+    """The weight is of a source, which may be several files; whole documents where it has them."""
+    Path("folder").mkdir()
+    for name in ("a.txt", "b.txt"):
+        Path(name).rename(Path("folder", name))
+    assert main(["prepare", "--mix", "c.jsonl:2", "folder:2", "--out=m.h5"]) == 0
+    with Store.open("m.h5") as store:
+        assert texts_of(store, "train") == ["cccc " * 5] * 36 + ["aaaa " * 180]
+        assert texts_of(store, "val") == ["cccc " * 5] * 4 + ["aaaa " * 20]
+        assert [s["taken_characters"] for s in store.sources()] == [1000, 1000, 0]
+
+
+def test_what_is_left_out_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", "--mix", "a.txt:1", "b.txt:3", "--out=m.h5"]) == 0
+    out, err = capsys.readouterr()
+    assert [line.split() for line in out.splitlines() if line.startswith("a.txt ")] == [
+        ["a.txt", "1", "25.00%", "200", "800"]
+    ]
+    assert "characters left out to keep the proportions: 800\n" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "taken"),
+    [
+        (["a.txt", "--max-chars=100"], [100]),
+        (["c.jsonl", "a.txt", "--max-chars=0.11k"], [100]),  # a.txt is not even read
+        (["c.jsonl", "b.txt", "--max-chars=1.4k"], [1000, 600]),  # nearer than without b.txt
+        (["--mix", "a.txt:1", "b.txt:3", "--max-chars=400"], [100, 300]),
+    ],
+)
+def test_a_limit_takes_the_beginning(args: list[str], taken: list[int], here: Path) -> None:
+    assert main(["prepare", *args, "--out=m.h5"]) == 0
+    with Store.open("m.h5") as store:
+        assert [s["taken_characters"] for s in store.sources()] == taken
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["a.txt"], "--mix a.txt: has no weight: write a.txt:0.5, say"),
+        ([":1"], "--mix :1: has no weight"),
+        (["a.txt:0"], "--mix a.txt:0: the weight 0 is no number above 0"),
+        (["a.txt:-1"], "the weight -1 is no number above 0"),
+        (["a.txt:nan"], "the weight nan is no number above 0"),
+        (["a.txt:inf"], "the weight inf is no number above 0"),
+        (["a.txt:"], "the weight after the colon is no number above 0"),
+        (["a.txt:1", "a.txt:2"], "--mix a.txt:2: a.txt is in it twice"),
+        (["a.txt:1", "*.txt:2"], "--mix: *.txt has 1 of the files of an earlier source"),
+        (["a.txt:1", "empty.txt:1"], "empty.txt: 0 tokens, no text in it"),
+        (["a.txt:1", "none.txt:1"], "none.txt: no such file or folder"),
+        (["c.jsonl:1", "copy.jsonl:1", "--dedupe=exact"], "copy.jsonl has copies of earlier"),
+    ],
+)
+def test_a_mix_that_cannot_be_is_refused(
+    args: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("empty.txt").touch()
+    shutil.copy("c.jsonl", "copy.jsonl")
+    assert main(["prepare", "--mix", *args]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not Path("data").exists()
+
+
+def test_a_name_may_have_colons(here: Path) -> None:
+    Path("a.txt").rename("a:0.5:b.txt")
+    assert main(["prepare", "--mix", "a:0.5:b.txt:2", "b.txt:1e0", "--out=m.h5"]) == 0
+    with Store.open("m.h5") as store:
+        assert store.sources()[0]["name"] == "a:0.5:b.txt"
+        assert [s["mix"]["weight"] for s in store.sources()] == [2, 1]
