@@ -25,6 +25,7 @@ from bench_plugins import Elsewhere
 from plugin_helpers import ROOT, gptfast
 
 from gptfast.bench import bare, ladder, phases, rung, worker
+from gptfast.bench.conditions import conditions
 from gptfast.bench.messages import RungFailed
 from gptfast.bench.phases import Stopwatch
 from gptfast.bench.process import WorkerProcess
@@ -505,3 +506,27 @@ def test_a_worker_that_the_system_kills_may_have_lacked_memory(
         with pytest.raises(RungFailed, match="signal SIGKILL") as lost:
             process.build(profile, device="cpu", plugin=None, bare=False, patience_s=60)
     assert lost.value.out_of_memory
+
+
+@pytest.mark.gpu
+def test_a_rung_on_a_gpu(profile: Profile, tmp_path: Path) -> None:
+    """Memory, phases and kernels as the device tells them."""
+    with ExitStack() as stack:
+        made, _ = stack.enter_context(rung.built_rung(profile, device="cuda", plugin=None))
+        made.advance(5, lead_in=0)
+        lap = made.advance(20, lead_in=2)
+        loop = made.loop
+        assert isinstance(loop, rung.TrainerLoop)
+        divided = phases.divide(loop.trainer, 20)
+        largest = phases.profiled(loop.trainer, 2, trace=tmp_path / "trace.json.gz")
+    assert lap.footprint.free_bytes is not None
+    assert 0 < lap.footprint.rest_bytes <= lap.footprint.peak_bytes
+    assert divided.step_ms == pytest.approx(lap.step_ms, rel=0.5)
+    assert min(divided.forward_ms, divided.backward_ms, divided.optimizer_ms) > 0
+    assert len(largest) == phases.LARGEST
+    assert not [one for one in largest if one.name.startswith("aten::")], "kernels, no operators"
+    uuid = worker.machine_facts(profile, "cuda").uuid
+    assert uuid is not None
+    state = conditions(uuid)
+    assert state.gpu is not None
+    assert state.gpu.driver

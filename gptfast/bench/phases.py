@@ -93,9 +93,12 @@ class Stopwatch:
         """A mark in time: of the host's clock, or in the device's stream."""
         if self._device.type == "cpu":
             return time.perf_counter()
-        events = {"cuda": torch.cuda.Event, "mps": torch.mps.event.Event}
-        event = events[self._device.type](enable_timing=True)
-        event.record()
+        if self._device.type == "mps":
+            mark = torch.mps.event.Event(enable_timing=True)
+            mark.record()
+            return mark
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def lap(self, phase: str, start: Any) -> None:
