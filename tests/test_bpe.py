@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import functools
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from gptfast.cli import main
 from gptfast.data.store import Store
 from gptfast.data.tokenizer import from_definition, load_tokenizer
+from gptfast.data.vocabularies import training
 from gptfast.data.vocabularies.bpe import PATTERNS, Bpe
 from gptfast.data.vocabularies.hugging_face import HuggingFace
-from gptfast.data.vocabularies.training import sample, train_bpe
+from gptfast.data.vocabularies.training import train_bpe
 from gptfast.errors import Refused
 
 END = "<|endoftext|>"
@@ -55,7 +57,7 @@ def one_thread() -> Iterator[None]:
 
 
 def trained(n_ids: int, text: str) -> Bpe:
-    return train_bpe(n_ids, [text], n_chars=len(text))
+    return train_bpe(n_ids, [text])
 
 
 def write_ranks(path: Path, tokens: Iterable[bytes], *, first: int = 0) -> Path:
@@ -87,7 +89,7 @@ def test_the_same_corpus_gives_the_same_ids() -> None:
 import hashlib, json, sys
 from gptfast.data.vocabularies.training import train_bpe
 text = sys.stdin.read()
-bpe = train_bpe(900, [text[n : n + 1000] for n in range(0, len(text), 1000)], n_chars=len(text))
+bpe = train_bpe(900, [text[n : n + 1000] for n in range(0, len(text), 1000)])
 print(hashlib.sha256(json.dumps(bpe.definition()).encode()).hexdigest())
 """
     text = (TEXT / "nfc_nfd_rtl.txt").read_bytes().decode() + Path(__file__).read_text()
@@ -137,31 +139,47 @@ def test_a_text_too_short_says_how_many_ids_it_has(tmp_path: Path) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    sizes=st.lists(st.integers(0, 200_000), max_size=30),
-    share=st.sampled_from([0.001, 0.1, 0.37, 0.9, 1.0, 7.5]),
+    sizes=st.lists(st.integers(0, 3000), max_size=60),
+    most=st.integers(3000, 60_000),
+    different=st.integers(3000, 60_000),
+    repeats=st.booleans(),
 )
-def test_a_sample_is_spread_evenly(sizes: list[int], share: float) -> None:
-    texts = [chr(ord("a") + n) * size for n, size in enumerate(sizes)]
-    taken = Counter[str]()
-    for piece in sample(texts, share=share):
-        taken[piece[0]] += len(piece)
-    if share >= 1:
-        assert taken == Counter({text[0]: len(text) for text in texts if text})
-    seen = so_far = 0
-    for n, size in enumerate(sizes):
-        seen += size
-        so_far += taken[chr(ord("a") + n)]
-        assert min(share, 1) * seen - (1 << 16) <= so_far <= share * seen
+def test_a_sample_is_spread_evenly(
+    sizes: list[int], most: int, different: int, repeats: bool
+) -> None:
+    """All while it fits, else as much as may be, from everywhere, in the order of the text."""
+    numbers = itertools.repeat("12345") if repeats else map("{:05}".format, itertools.count())
+    texts = ["".join(f"{next(numbers)} " for _ in range(size // 6)) for size in sizes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "_PIECE", 1000)
+        patch.setattr(training, "SAMPLE", most)
+        patch.setattr(training, "DIFFERENT", different)
+        taken = [piece.decode() for piece in training.sample(texts)]
+        pieces = list(training._pieces(texts))
+    assert "".join("".join(pieces).split()) == "".join("".join(texts).split())
+    distance = -(-len(pieces) // len(taken)) if taken else 1
+    distance = 1 << (distance - 1).bit_length()
+    assert taken == pieces[::distance]
+    assert sum(map(len, taken)) <= most
+    assert n_different(taken) <= different
+    if distance > 1:
+        more = pieces[:: distance // 2]
+        assert sum(map(len, more)) > most or n_different(more) > different
 
 
-def test_more_text_than_the_trainer_is_given_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every other of these texts: " ab" and " cd" come as often, and only one of them is seen."""
-    monkeypatch.setattr("gptfast.data.vocabularies.training.SAMPLE", 1200)
-    texts = [" cd" * 10, " ab" * 10] * 40
-    bpe = train_bpe(259, texts, n_chars=sum(map(len, texts)))
+def n_different(pieces: list[str]) -> int:
+    """Characters of what is different in them: numbers, and what stands between two."""
+    return len("".join({word for piece in pieces for word in re.split(r"\b", piece)}))
+
+
+def test_only_the_sample_is_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "_PIECE", 30)
+    monkeypatch.setattr(training, "SAMPLE", 1200)
+    texts = [" ab" * 10, " cd" * 10] * 40
+    bpe = train_bpe(259, texts)
     assert [bpe.decode([i]) for i in (256, 257)] == ["ab", " ab"]
     with pytest.raises(Refused, match="only enough for 259"):
-        train_bpe(260, texts, n_chars=sum(map(len, texts)))
+        train_bpe(260, texts)
 
 
 @pytest.mark.parametrize("character", ["a", "^", "你", " "])

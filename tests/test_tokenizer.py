@@ -69,7 +69,7 @@ def with_pattern(name: str) -> Bpe:
 
 
 def chars(text: str) -> Tokenizer:
-    return made_from_corpus("chars", alphabet=text, texts=(), n_chars=0)
+    return made_from_corpus("chars", alphabet=text, texts=())
 
 
 texts = st.text(max_size=200)

@@ -177,7 +177,6 @@ def prepare(
                 tokenizer,
                 alphabet=alphabet or (),
                 texts=training_text(surveys, planned, reading=reading),
-                n_chars=sum(part.n_chars for part in planned.parts),
             )
         _check_documents(surveys, tokenizer)
         n_bytes = sum(s.n_bytes for s in surveys)

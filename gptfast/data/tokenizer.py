@@ -132,14 +132,12 @@ def is_made_from_corpus(name: str) -> bool:
     return name == "chars" or trained_size(name) is not None
 
 
-def made_from_corpus(
-    name: str, *, alphabet: Iterable[str], texts: Iterable[str], n_chars: int
-) -> Tokenizer:
+def made_from_corpus(name: str, *, alphabet: Iterable[str], texts: Iterable[str]) -> Tokenizer:
     """The tokenizer of a corpus: "chars" or "bpe:N".
 
     Args:
         alphabet: the characters of the corpus; "chars" alone needs them.
-        texts: the text to learn from, `n_chars` characters in all; "bpe:N" alone reads it.
+        texts: what to learn from; "bpe:N" alone reads it.
 
     Raises:
         Refused: the text is too short for as many ids, or a package is missing.
@@ -149,7 +147,7 @@ def made_from_corpus(
     n_ids = trained_size(name)
     if n_ids is None:
         return Characters("".join(sorted(set(alphabet))))
-    return train_bpe(n_ids, texts, n_chars=n_chars)
+    return train_bpe(n_ids, texts)
 
 
 def file_label(name: str) -> str:
