@@ -66,9 +66,9 @@ class KnownCorpus:
             check_room(folder, n_bytes, what=self.name)
 
 
-def known(table: Path = TABLE) -> dict[str, KnownCorpus]:
+def known() -> dict[str, KnownCorpus]:
     """The table, by name."""
-    entries = tomllib.loads(table.read_text(encoding="utf-8"))
+    entries = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     return {
         name: KnownCorpus(name, **{**entry, "files": tuple(entry["files"])})
         for name, entry in entries.items()

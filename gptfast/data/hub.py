@@ -57,7 +57,7 @@ def parse(source: str) -> DataSet:
         Refused: it names nothing.
     """
     rest = source.removeprefix(PREFIX)
-    if Path(rest).is_dir():  # whatever it is called
+    if rest and Path(rest).is_dir():  # whatever it is called
         return DataSet(source, rest, None, None, "train")
     name, *more = rest.split(":")
     name, _, revision = name.partition("@")
