@@ -24,6 +24,8 @@ from gptfast.errors import GptfastError
 
 _BATCH = 1 << 17
 """Characters that a thread gets at a time, at least."""
+_LONG = 1 << 18
+"""Characters of a row, from which on it is cut as other texts are."""
 _SAMPLE = 1 << 11
 """Characters of them that are compared with tiktoken where another encodes: at its speed, more
 would take longer than to encode them all."""
@@ -234,10 +236,12 @@ class _Document:
             if part and split != self._split:
                 yield from self._rest(ends=self._cut_ends)
                 self._split, self._begins = split, True
-            if piece.ends or self._whole:  # a row is encoded whole too: most are short
+            # A row is encoded whole too: most are short.
+            if self._whole or (piece.ends and len(part) <= _LONG):
                 self._chunks.hold(part)
             else:
-                yield from map(self._chunk, self._chunks.feed(part))
+                for at in range(0, len(part), _LONG):
+                    yield from map(self._chunk, self._chunks.feed(part[at : at + _LONG]))
         if piece.ends:
             yield from self._rest(ends=True)
 
