@@ -243,6 +243,8 @@ class Run:
         return {
             **vars(self.summary()),
             "seed": profile["train"].get("seed"),
+            "skipped_steps": sum(not r["committed"] for r in self._logged_steps()),
+            "micro_batch": meta.get("fits") or profile["train"].get("micro_batch"),
             "data": {
                 "path": data["path"],
                 "source": data.get("source"),
@@ -266,10 +268,13 @@ class Run:
             ],
         }
 
+    def _logged_steps(self) -> list[dict[str, Any]]:
+        return [record for record in self.metrics() if record["kind"] == "step"]
+
     def course(self) -> Course:
         """Losses and speed over the steps."""
         records = self.metrics()
-        steps = [record for record in records if record["kind"] == "step"]
+        steps = self._logged_steps()
         return Course(
             name=self.folder.name,
             train=[(record["step"], record["loss"]) for record in steps],

@@ -329,7 +329,7 @@ def test_more_workers_than_cores_are_said(rig: Rig) -> None:
 
 
 @needs_proc
-def test_a_killed_worker_is_named(tmp_path: Path) -> None:
+def test_a_killed_worker_is_named(tmp_path: Path, tally: Callable[..., None]) -> None:
     """LDR-04."""
     with training(tmp_path) as process:
         wait_for_steps(process, tmp_path, 5)
@@ -341,6 +341,7 @@ def test_a_killed_worker_is_named(tmp_path: Path) -> None:
         assert str(worker) in errors
         assert "plugins.loader.workers" in errors
         assert "Traceback" not in errors
+        tally("kills survived")
         with pytest.raises(ProcessLookupError):
             os.killpg(process.pid, 0)
 

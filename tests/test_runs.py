@@ -146,6 +146,7 @@ def test_show_is_enough_to_repeat_the_run(folder: Path, capsys: Captured) -> Non
         assert facts["data"]["sha256"] == store.fingerprint
         assert facts["data"]["source"] == store.source
     assert facts["seed"] == 11
+    assert (facts["skipped_steps"], facts["micro_batch"]) == (0, 2)
     assert facts["plugins"]["prefetch"]["package"] == "gptfast"
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["versions"]["python"] == sys.version.split()[0]
@@ -174,6 +175,15 @@ def test_show_is_enough_to_repeat_the_run(folder: Path, capsys: Captured) -> Non
         for name in ("one", "again")
     )
     assert all(torch.equal(one[name], again[name]) for name in one)
+
+
+def test_show_counts_the_skipped_updates(folder: Path, capsys: Captured) -> None:
+    log = folder / "runs" / "one" / "metrics.jsonl"
+    lines = log.read_text().replace('"committed": true', '"committed": false', 2)
+    log.write_text(lines)
+    assert answer(capsys, "show", "one")["skipped_steps"] == 2
+    assert main(["runs", "show", "one"]) == 0
+    assert "6 of 6, 2 skipped" in capsys.readouterr().out
 
 
 def test_without_a_repository_there_is_no_commit(

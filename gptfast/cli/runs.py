@@ -84,7 +84,8 @@ def _lines(app: App, facts: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [
         ("run", app.console.path(facts["folder"])),
         ("profile", f"{facts['profile']}, seed {facts['seed']}"),
-        ("steps", f"{facts['step']} of {facts['steps']}"),
+        ("steps", f"{facts['step']} of {facts['steps']}, {facts['skipped_steps']} skipped"),
+        ("micro-batch", f"{facts['micro_batch'] or 'the whole batch'}"),
         ("val loss", f"{_loss(facts['val_loss'])}, best {_loss(facts['best_val_loss'])}"),
         ("data", f"{app.console.path(data['path'])}, SHA-256 of its ids {data['sha256']}"),
         ("source", str(data["source"] or "unknown")),
