@@ -129,6 +129,7 @@ def test_a_rung_that_cannot_run_is_a_row_and_the_others_are_complete(when: str |
     assert doubling.ran
     if when == 9:  # found out too late to build the others without it
         assert doubling.plugins == ["hungry", "needing", "doubling"]
+        assert (needing.before, doubling.before) == ("baseline", "+ needing")
     else:
         assert (needing.ran, needing.reason) == (False, "requires hungry, which cannot run here")
         assert doubling.plugins == ["doubling"]
