@@ -365,6 +365,19 @@ def test_another_vocabulary_goes_to_nanogpt_with_its_size(
     assert "sample.py wants characters" in capsys.readouterr().err
 
 
+@given(n_tokens=st.integers(1, 10_000), most=st.integers(1, 10_000))
+def test_shards_are_as_few_and_as_equal_as_can_be(n_tokens: int, most: int) -> None:
+    sizes = exporting._cut(n_tokens, most)
+    assert sum(sizes) == n_tokens
+    assert max(sizes) <= most
+    assert max(sizes) - min(sizes) <= 1
+    assert (len(sizes) - 1) * most < n_tokens
+
+
+def test_no_shard_is_larger_than_its_header_can_say() -> None:
+    assert exporting._cut(2**31, 2**40) == [2**30, 2**30]
+
+
 @pytest.mark.parametrize("shard_tokens", [None, 3, 1])
 def test_llm_c_gets_a_header_and_the_ids(
     made: Path, here: Path, data: Data, shard_tokens: int | None

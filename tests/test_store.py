@@ -130,7 +130,7 @@ def test_ids_beyond_the_vocabulary_are_refused() -> None:
         ("id_out_of_vocab.h5", "id 60000 >= 50257"),
     ],
 )
-def test_training_on_a_wrong_file_is_refused_before_anything_is_made(
+def test_training_on_a_wrong_file_is_refused_before_a_run_is_made(
     name: str,
     said: str,
     tmp_path: Path,
@@ -145,7 +145,7 @@ def test_training_on_a_wrong_file_is_refused_before_anything_is_made(
     assert f"{path}: " in refused
     assert said in refused
     assert refused.count("\n") == 1
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("runs/*"))
 
 
 def test_the_vocabulary_is_the_datas(own: Store, tmp_path: Path) -> None:
