@@ -243,20 +243,38 @@ def test_without_the_extra_only_pictures_are_refused(
     assert not Path("a.png").exists()
     assert main(["runs", "plot", "one", "two"]) == 0
     shown = capsys.readouterr().out
-    final = [r["loss"] for r in Run(folder / "runs" / "two").metrics() if r["kind"] == "step"][-1]
-    assert f"training {final:.4f}" in shown
-    assert shown.count("tokens/s") == 2
+    for name, letter in (("one", "A"), ("two", "B")):
+        records = Run(folder / "runs" / name).metrics()
+        for kind in ("step", "eval"):
+            final = [record["loss"] for record in records if record["kind"] == kind][-1]
+            assert f"{letter} {name} {final:.4f}" in shown
+    assert shown.count("tokens/s") == 1
 
 
 @pytest.mark.parametrize("width", [10, 40, 100])
 @pytest.mark.parametrize("ascii_only", [False, True])
-def test_the_terminal_plot_fits(width: int, ascii_only: bool) -> None:
+@pytest.mark.parametrize("n_runs", [1, 3])
+def test_the_terminal_plot_fits(width: int, ascii_only: bool, n_runs: int) -> None:
+    courses = [course("abc"[n], rate=100.0 + n) for n in range(n_runs)]
     text = "\n".join(
-        part.plain for part in in_terminal([course()], width=width, ascii_only=ascii_only)
+        part.plain for part in in_terminal(courses, width=width, ascii_only=ascii_only)
     )
     assert text.isascii() == ascii_only
     assert max(map(len, text.splitlines())) <= max(width, 24) + 8
-    assert "median" in text
+    assert ("median" in text) is (n_runs == 1)
+
+
+def test_runs_in_the_terminal_share_one_chart() -> None:
+    """The faster one runs above the slower, each under its letter."""
+    courses = [course("slow", n=50), course("fast", n=50, rate=200.0)]
+    parts = [part.plain for part in in_terminal(courses, width=60, ascii_only=True)]
+    assert parts[::2] == ["training loss", "validation loss", "tokens/s"]
+    assert parts[3] == "too few steps to plot"
+    rows = [row.partition("|")[2] for row in parts[5].splitlines()[:6]]
+    assert "B" in rows[0]
+    assert "A" in rows[-1]
+    assert not any("A" in row and "B" in row for row in rows)
+    assert "A slow 100   B fast 200" in parts[5]
 
 
 def test_a_run_of_one_step_has_no_curve_and_says_so() -> None:

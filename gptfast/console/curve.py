@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from rich.text import Text
 
@@ -14,8 +15,22 @@ Point = tuple[int, float]
 TRAIN_STYLE = "cyan"
 VAL_STYLE = "yellow"
 
-LEGEND_WIDTH = 44
-"""Columns from which both legends stand on one line."""
+
+@dataclass(frozen=True)
+class Line:
+    """What a chart shows of one thing.
+
+    Attributes:
+        name: as in the legend, where its last value stands behind it.
+        mark: the character of its points. A line has it at its end, and all along in ASCII.
+        joined: a line through the points; else only the points.
+    """
+
+    name: str
+    points: Sequence[Point]
+    style: str
+    mark: str
+    joined: bool = True
 
 
 class Series:
@@ -69,37 +84,51 @@ def loss_curve(
     height: int = 10,
     ascii_only: bool = False,
 ) -> Text:
-    """Both curves in `height` rows of at most `width` columns, axes and legend around them.
+    """Both curves in `height` rows of at most `width` columns, axes and legend around them."""
+    dot = "o" if ascii_only else "●"
+    lines = [
+        Line("training", train, TRAIN_STYLE, "*" if ascii_only else ""),
+        Line("validation", val, VAL_STYLE, dot, joined=False),
+    ]
+    return chart(lines, width=width, height=height, ascii_only=ascii_only)
+
+
+def chart(
+    lines: Sequence[Line],
+    *,
+    width: int,
+    height: int = 10,
+    ascii_only: bool = False,
+    axis: Callable[[float], str] = "{:.2f}".format,
+    value: Callable[[float], str] = "{:.4f}".format,
+) -> Text:
+    """Lines over the same steps in `height` rows of at most `width` columns, with a legend.
 
     Points that are not finite are left out; without two points left there is nothing to draw.
+
+    Args:
+        axis, value: how a number is written beside the axis and in the legend.
     """
-    train = [point for point in train if math.isfinite(point[1])]
-    val = [point for point in val if math.isfinite(point[1])]
-    if len(train) + len(val) < 2:
+    lines = [_finite(line) for line in lines]
+    everything = [point for line in lines for point in line.points]
+    if len(everything) < 2:
         return Text()
-    everything = [*train, *val]
-    steps = [step for step, _ in everything]
-    losses = [loss for _, loss in everything]
-    labels = [f"{loss:.2f}" for loss in (max(losses), (max(losses) + min(losses)) / 2, min(losses))]
+    steps, values = [step for step, _ in everything], [number for _, number in everything]
+    low, high = min(values), max(values)
+    labels = [axis(number) for number in (high, (high + low) / 2, low)]
     margin = max(map(len, labels))
     columns = max(8, width - margin - 3)
-    grid = _Grid(columns, height, steps=(min(steps), max(steps)), losses=(min(losses), max(losses)))
-    line = grid.line(train, ascii_only=ascii_only)
-    marks = {grid.cell(point) for point in val}
+    grid = _Grid(columns, height, steps=(min(steps), max(steps)), losses=(low, high))
+    cells = _cells(lines, grid, ascii_only=ascii_only)
 
-    wall, corner, floor, mark = "|+-o" if ascii_only else "│└─●"
+    wall, corner, floor = "|+-" if ascii_only else "│└─"
     label_of = dict(zip((0, height // 2, height - 1), labels, strict=True))
     text = Text(no_wrap=True, overflow="crop")
     for row in range(height):
         text.append(f"{label_of.get(row, ''):>{margin}} {wall} ", "dim")
-        cells = [
-            (mark, VAL_STYLE)
-            if (column, row) in marks
-            else (line.get((column, row), " "), TRAIN_STYLE)
-            for column in range(columns)
-        ]
         drawn = Text()
-        for style, run in itertools.groupby(cells, key=lambda cell: cell[1]):
+        in_row = [cells.get((column, row), (" ", "")) for column in range(columns)]
+        for style, run in itertools.groupby(in_row, key=lambda cell: cell[1]):
             drawn.append("".join(character for character, _ in run), style)
         drawn.rstrip()
         text.append_text(drawn).append("\n")
@@ -107,13 +136,50 @@ def loss_curve(
     first, last = f"step {min(steps):,}", f"{max(steps):,}"
     text.append(f"{'':>{margin}}   {first}{last:>{columns - len(first)}}\n", "dim")
     indent = f"{'':>{margin}}   "
-    if train:
-        text.append(
-            f"{indent}{'*' if ascii_only else '⣀⡠⠔'} training {train[-1][1]:.4f}", TRAIN_STYLE
-        )
-    if val:
-        beside = "   " if train and columns >= LEGEND_WIDTH else f"\n{indent}" if train else indent
-        text.append(f"{beside}{mark} validation {val[-1][1]:.4f}", VAL_STYLE)
+    return text.append_text(_legend(lines, indent, columns, value))
+
+
+def _finite(line: Line) -> Line:
+    return replace(line, points=[point for point in line.points if math.isfinite(point[1])])
+
+
+def _cells(
+    lines: Sequence[Line], grid: _Grid, *, ascii_only: bool
+) -> dict[tuple[int, int], tuple[str, str]]:
+    """Character and style by (column, row); marks stand above lines."""
+    cells = {}
+    for line in lines:
+        if line.joined:
+            along = grid.line(line.points, mark=line.mark if ascii_only else None)
+            cells.update({cell: (character, line.style) for cell, character in along.items()})
+    for line in lines:
+        marked = line.points[-1:] if line.joined else line.points
+        if line.mark:
+            cells.update({grid.cell(point): (line.mark, line.style) for point in marked})
+    return cells
+
+
+def _legend(
+    lines: Sequence[Line],
+    indent: str,
+    columns: int,
+    value: Callable[[float], str],
+) -> Text:
+    """Name and last value of each line, as many in a row as fit."""
+    text, used = Text(indent), 0
+    for line in lines:
+        if not line.points:
+            continue
+        glyph = line.mark or "⣀⡠⠔"
+        entry = f"{glyph} {line.name} {value(line.points[-1][1])}"
+        if used and used + 3 + len(entry) > columns:
+            text.append(f"\n{indent}")
+            used = 0
+        elif used:
+            text.append("   ")
+            used += 3
+        text.append(entry, line.style)
+        used += len(entry)
     return text
 
 
@@ -135,15 +201,15 @@ class _Grid:
     def cell(self, point: Point) -> tuple[int, int]:
         return self._place(point, self._columns, self._rows)
 
-    def line(self, points: Sequence[Point], *, ascii_only: bool) -> dict[tuple[int, int], str]:
-        """Character by (column, row) of the line through `points`."""
-        wide, high = (1, 1) if ascii_only else (2, 4)
+    def line(self, points: Sequence[Point], *, mark: str | None) -> dict[tuple[int, int], str]:
+        """Character by (column, row) of the line through `points`: `mark`, or Braille."""
+        wide, high = (1, 1) if mark else (2, 4)
         dots = [self._place(point, self._columns * wide, self._rows * high) for point in points]
         trail = set(dots)
         for begin, end in itertools.pairwise(dots):
             trail.update(_between(begin, end))
-        if ascii_only:
-            return dict.fromkeys(trail, "*")
+        if mark:
+            return dict.fromkeys(trail, mark)
         cells: dict[tuple[int, int], int] = {}
         for x, y in trail:
             cell = (x // 2, y // 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from gptfast.console.curve import Point, Series, loss_curve
+from gptfast.console.curve import Line, Point, Series, chart, loss_curve
 from gptfast.console.text import count, one_line, sparkline
 from gptfast.errors import Refused
 from gptfast.report import Course
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 FORMATS = (".png", ".svg")
 MAX_POINTS = 2048
 """Of one line in a picture; more become means of neighbours."""
+STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 NARROWEST = 24
 """Columns of the least plot that can be read."""
 
@@ -96,8 +99,11 @@ def _thinned(points: Sequence[Point], capacity: int) -> list[Point]:
 def in_terminal(
     courses: Sequence[Course], *, width: int, ascii_only: bool = False
 ) -> Iterator[Text]:
-    """For each run its name, its losses, and its speed as one line of blocks."""
+    """Of one run its losses, and its speed as one line of blocks; several in charts of all."""
     width = max(width, NARROWEST)
+    if len(courses) > 1:
+        yield from _compared(courses, width=width, ascii_only=ascii_only)
+        return
     for course in courses:
         yield Text(one_line(course.name, ascii_only=ascii_only), style="bold")
         curve = loss_curve(
@@ -109,6 +115,32 @@ def in_terminal(
             said = f" median {count(statistics.median(speeds))} tokens/s"
             blocks = sparkline(speeds, max(width - len(said), 8), ascii_only=ascii_only)
             yield Text(f"{blocks}{said}\n", no_wrap=True)
+
+
+def _compared(courses: Sequence[Course], *, width: int, ascii_only: bool) -> Iterator[Text]:
+    """Training losses, validation losses and speeds, each run with a letter and a colour."""
+    names = [one_line(course.name, ascii_only=ascii_only) for course in courses]
+    losses = _lines(names, [course.train for course in courses])
+    vals = _lines(names, [course.val for course in courses])
+    speeds = _lines(names, [course.tokens_per_s for course in courses])
+    charts = {
+        "training loss": chart(losses, width=width, ascii_only=ascii_only),
+        "validation loss": chart(vals, width=width, ascii_only=ascii_only),
+        "tokens/s": chart(
+            speeds, width=width, height=6, ascii_only=ascii_only, axis=count, value=count
+        ),
+    }
+    for title, drawn in charts.items():
+        yield Text(title, style="bold")
+        yield drawn if drawn.plain else Text("too few steps to plot", style="dim")
+
+
+def _lines(names: Sequence[str], points: Sequence[Sequence[Point]]) -> list[Line]:
+    looks = zip(itertools.cycle(STYLES), itertools.cycle(LETTERS), strict=False)
+    return [
+        Line(name, _thinned(of_one, 512), style, letter)
+        for name, of_one, (style, letter) in zip(names, points, looks, strict=False)
+    ]
 
 
 def write(path: Path, courses: Sequence[Course]) -> None:
