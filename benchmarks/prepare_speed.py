@@ -36,6 +36,8 @@ class Ran:
     """One command."""
 
     seconds: float
+    cpu_seconds: float
+    """Of all cores, which other programs on the machine disturb less."""
     peak_mb: float
     """Of resident memory; the command is one process."""
     n_tokens: int
@@ -105,7 +107,7 @@ def run(corpus: Path, *, tokenizer: str, encoder: str, workers: int) -> Ran:
     # Linux counts in KiB, macOS in bytes.
     peak_mb = usage.ru_maxrss / (1e6 if sys.platform == "darwin" else 1e6 / 1024)
     n_tokens = answer["train"]["n_tokens"] + answer["val"]["n_tokens"]
-    return Ran(seconds, peak_mb, n_tokens, answer["fingerprint"])
+    return Ran(seconds, usage.ru_utime + usage.ru_stime, peak_mb, n_tokens, answer["fingerprint"])
 
 
 def machine() -> str:
@@ -145,6 +147,7 @@ def main() -> None:
             print(
                 f"{encoder:10} {n_bytes / 1e6 / median:7.1f} MB/s  {median:7.1f} s (median of "
                 f"{len(seconds)}, {min(seconds):.1f} to {max(seconds):.1f})  "
+                f"{statistics.median(made.cpu_seconds for made in rounds):7.1f} s of processors  "
                 f"{max(made.peak_mb for made in rounds):5.0f} MB of memory  "
                 f"{rounds[0].n_tokens:,} tokens"
             )
