@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -59,6 +60,16 @@ def test_a_dropped_download_goes_on(site: Site, tmp_path: Path) -> None:
     assert site.asked[-1] == "bytes=180000-"
     assert "the connection ended at byte 10,000 of 300,000, trying again in" in notes[1]
     assert "503 Service Unavailable" in notes[3]
+
+
+def test_how_far_it_is_is_told(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch_module, "_TELL_S", 0)
+    _, notes = fetched(site, tmp_path)
+    told = [re.fullmatch(r"file: ([\d,]+) of 300,000 bytes", line) for line in notes[1:]]
+    places = [int(found[1].replace(",", "")) for found in told]
+    assert places[0] == 0
+    assert places == sorted(places)
+    assert places[-1] < 300_000
 
 
 def test_who_never_answers_is_given_up(site: Site, tmp_path: Path) -> None:

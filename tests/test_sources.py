@@ -126,6 +126,15 @@ def test_a_file_that_is_another_is_refused(site: Site, tmp_path: Path) -> None:
         prepared(tmp_path, "stories", cache_dir=tmp_path / "cache")
 
 
+def test_parquet_can_be_read_before_it_is_fetched(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(Refused, match=r"^stories: .* pip install 'gptfast\[parquet\]'"):
+        prepared(tmp_path, "stories", cache_dir=tmp_path / "cache")
+    assert site.asked == []
+
+
 def test_a_known_name_wins_over_a_file_and_says_so(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -431,10 +440,17 @@ def test_wide_text_is_decoded_where_bytes_may_be_replaced(
     assert result.n_wide == 1
 
 
-def test_wide_json_lines_are_decoded(
+def test_wide_files_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """TXT-09, and JSON lines."""
     monkeypatch.chdir(tmp_path)
+    wide = str(INPUTS / "text/utf16le_bom.txt")
+    assert main(["prepare", wide]) == 2
+    assert "utf16le_bom.txt: is UTF-16 text" in capsys.readouterr().err
+    assert main(["prepare", wide, "--errors=replace", "--tokenizer=bytes", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["train"]["n_bytes"] + answer["val"]["n_bytes"] == 18 * 20
     Path("w.jsonl").write_text('{"text": "one"}\n{"text": "tẅo"}\n', encoding="utf-16")
     assert main(["prepare", "w.jsonl", "--errors=replace", "--tokenizer=bytes", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["n_documents"] == 2

@@ -30,6 +30,8 @@ _ATTEMPTS = 6
 _WAIT_S = 1.0
 """Before the second attempt; each further wait is twice as long."""
 _BLOCK = 1 << 18
+_TELL_S = 10.0
+"""Between two lines on how far it is."""
 _HEADERS = {"User-Agent": "gptfast", "Accept-Encoding": "identity"}
 _ADVICE = "free space, or set GPTFAST_CACHE to a folder elsewhere"
 _FOR_GOOD = (400, 401, 403, 404, 405, 410, 451)
@@ -53,7 +55,7 @@ def fetch(address: str, path: Path, *, sha256: str | None, note: Callable[[str],
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f"{path.name}.lock")):
         if not path.exists():
-            partial = Partial(path)
+            partial = Partial(path, note)
             stated = _in_attempts(address, partial, note)
             partial.finish(address, sha256 or stated)
 
@@ -111,8 +113,9 @@ def check_room(folder: Path, n_bytes: int, *, what: str) -> None:
 class Partial:
     """A file on its way, and which version of it that is."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, note: Callable[[str], None] = lambda line: None) -> None:
         self._path = path
+        self._note = note
         self._content = path.with_name(f"{path.name}.partial")
         self._origin = path.with_name(f"{path.name}.partial.json")
 
@@ -142,7 +145,7 @@ class Partial:
             check_room(self._path.parent, total - begin, what=self._path.name)
             if begin == 0:
                 self._begin(address, response.headers)
-            self._append(response)
+            self._append(response, total)
         if self.n_bytes < total:
             raise OSError(f"the connection ended at byte {self.n_bytes:,} of {total:,}")
         return redirects.sha256
@@ -183,9 +186,13 @@ class Partial:
         origin = {"address": address, "version": tag or headers["Last-Modified"]}
         self._origin.write_text(json.dumps(origin))
 
-    def _append(self, response: http.client.HTTPResponse) -> None:
+    def _append(self, response: http.client.HTTPResponse, total: int) -> None:
+        told = time.monotonic()
         with self._content.open("ab") as file:
             while block := response.read1(_BLOCK):
+                if time.monotonic() - told >= _TELL_S:
+                    told = time.monotonic()
+                    self._note(f"{self._path.name}: {file.tell():,} of {total:,} bytes")
                 try:
                     file.write(block)
                     file.flush()

@@ -141,6 +141,20 @@ FORMATS: dict[str, Format] = {
 """By what names end with, a packed file's without .gz and .zst. Any other file is plain text."""
 
 
+def require_parquet(label: str) -> None:
+    """
+    Raises:
+        Refused: the package that reads parquet is not installed.
+    """
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError:
+        raise Refused(
+            f"{label}: is parquet data, which the package pyarrow reads, and it is not "
+            "installed: pip install 'gptfast[parquet]'"
+        ) from None
+
+
 def bare_name(name: str) -> PurePath:
     """A file's name, without what its packing added to it."""
     path = PurePath(name)
@@ -268,14 +282,10 @@ def _json_text(line: str, key: str) -> str | _Bad | None:
 
 
 def _parquet_rows(file: Input, reading: Reading) -> Iterator[_Row]:
-    try:
-        import pyarrow as pa
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise Refused(
-            f"{file.label}: is parquet data, which the package pyarrow reads, and it is not "
-            "installed: pip install 'gptfast[parquet]'"
-        ) from None
+    require_parquet(file.label)
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
     column = file.text_key or reading.text_key
     try:
         # Without a buffer, and with the next groups fetched ahead, whole groups are in memory.

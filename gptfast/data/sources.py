@@ -20,7 +20,7 @@ from typing import IO
 
 from gptfast.data import corpora, hub, shakespeare
 from gptfast.data.foreign import is_token_file
-from gptfast.data.formats import FORMATS, Reading, bare_name
+from gptfast.data.formats import FORMATS, Reading, bare_name, require_parquet
 from gptfast.data.packing import Input
 from gptfast.errors import GptfastError, Refused
 
@@ -189,6 +189,7 @@ def _shakespeare(around: Surroundings) -> Found:
 
 def _known_corpus(corpus: corpora.KnownCorpus, around: Surroundings, *, whole: bool) -> Found:
     """Its files are fetched when they are read."""
+    require_parquet(corpus.name)
     cache_dir = _cache_dir(around)
     if whole:
         corpus.check_room(cache_dir)
