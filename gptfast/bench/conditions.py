@@ -22,6 +22,8 @@ QUERY = (
 )
 """Fields of nvidia-smi."""
 PATIENCE_S = 10.0
+GPU_SAMPLE_S = 2.0
+"""Safely longer than the last moments over which nvidia-smi says how busy a GPU was."""
 
 Run = Callable[[Sequence[str]], str]
 """Runs a program and gives what it prints."""

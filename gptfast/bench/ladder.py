@@ -7,6 +7,7 @@ its plugin.
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from pathlib import Path
 import gptfast
 from gptfast import registry
 from gptfast.bench.attempt import BASELINE, Attempt, Start
-from gptfast.bench.conditions import Conditions, conditions
+from gptfast.bench.conditions import GPU_SAMPLE_S, Conditions, conditions
 from gptfast.bench.messages import MachineFacts
 from gptfast.bench.overhead import Overhead, measure_overhead
 from gptfast.bench.process import WorkerProcess
@@ -127,6 +128,8 @@ def bound(
                 if unsupported
                 else {}
             )
+        if facts.uuid is not None:
+            time.sleep(GPU_SAMPLE_S)  # or measuring the peak looks like somebody else's work
         yield Bound(
             profile=profile,
             facts=facts,

@@ -139,9 +139,10 @@ class Sitting:
         """All go that the next one is not compared with, or else the first that it is."""
         self._take_turns()
         going = [one for one in self.standing if one not in beside] or self.standing[:1]
-        names = ", ".join(one.name for one in going)
-        self._tell(f"memory holds no more at the same time: {names} made room")
-        self._dismiss(going)
+        if going:
+            names = ", ".join(one.name for one in going)
+            self._tell(f"memory holds no more at the same time: {names} made room")
+            self._dismiss(going)
 
     def _take_turns(self) -> None:
         """All rounds of those that stand, where any of them has had none in this company."""
