@@ -253,17 +253,19 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         rows, width = config.vocab_rows, config.n_embd
-        device = torch.get_default_device()
-        # "meta": torch's own initialisation would draw a random number for each padded row, too.
-        self.wte = nn.Embedding(rows, width, device="meta").to_empty(device=device)
+        # Not torch's own initialisation, which would draw a random number for each padded row, too.
+        # Nor the device "meta", on which it takes 3 s: it imports the compiler.
+        self.wte = nn.Embedding.from_pretrained(  # type: ignore[no-untyped-call]  # in torch
+            torch.empty(rows, width), freeze=False
+        )
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, width)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = build_norm(config)
         if not config.tied_head:
-            head = nn.Linear(width, rows, bias=False, device="meta")
-            self.lm_head = head.to_empty(device=device)
+            self.lm_head = nn.Linear(width, rows, bias=False, device="meta")
+            self.lm_head.to_empty(device=self.wte.weight.device)
         mask = torch.ones(config.block_size, config.block_size, dtype=torch.bool).tril()
         self.register_buffer("mask", mask, persistent=False)
         if config.position == "rope":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, entry_points
 from typing import Any
 
 from pydantic import ValidationError
@@ -87,19 +87,21 @@ class Selection:
 
 def discover() -> dict[str, Found]:
     """All registered plugins by name. A built-in keeps its name against any other package."""
+    packages: dict[Distribution | None, tuple[str, str]] = {None: ("unknown", "unknown")}
     candidates: dict[str, list[EntryPoint]] = {}
     for entry_point in entry_points(group=GROUP):
+        dist = entry_point.dist
+        if dist is not None and dist not in packages:  # to ask it costs 2 ms
+            packages[dist] = (dist.name, dist.version)
         candidates.setdefault(entry_point.name, []).append(entry_point)
     found = {}
     for name, rivals in sorted(candidates.items()):
-        rivals.sort(key=lambda e: (_package(e) != OURS, _package(e)))
+        rivals.sort(key=lambda e: (packages[e.dist][0] != OURS, packages[e.dist][0]))
         first, *others = rivals
+        package, version = packages[first.dist]
+        theirs = dict.fromkeys(packages[other.dist][0] for other in others)
         found[name] = Found(
-            name,
-            _package(first),
-            first.dist.version if first.dist else "unknown",
-            first,
-            tuple(dict.fromkeys(_package(o) for o in others if _package(o) != _package(first))),
+            name, package, version, first, tuple(other for other in theirs if other != package)
         )
     return found
 
@@ -223,10 +225,6 @@ def shadowed(found: Mapping[str, Found]) -> list[str]:
         for one in found.values()
         if one.rivals
     ]
-
-
-def _package(entry_point: EntryPoint) -> str:
-    return entry_point.dist.name if entry_point.dist else "unknown"
 
 
 def _build(found: Found, options: Mapping[str, Any], origins: Mapping[str, str]) -> Enabled:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -433,3 +435,16 @@ def test_dropout_is_for_training_only(attention: str) -> None:
     attend = sdpa_attention if attention == "sdpa" else plain_attention
     dropped = attend(q, k, v, mask_TS=model.mask, dropout=0.5)
     assert dropped.std() > 0
+
+
+def test_a_model_is_built_without_the_compiler() -> None:
+    """Initialised on the device "meta", an embedding imports it, which takes longer than torch."""
+    code = """
+import sys
+from gptfast.model import GPT
+from gptfast.profile import ModelConfig
+GPT(ModelConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=65))
+print("torch._dynamo" in sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"
