@@ -1,7 +1,7 @@
 """Which documents are copies of an earlier one, exactly or nearly; the first is the one to keep.
 
-Memory is bounded by the number of documents, not by their length: 16 bytes a document for exact
-copies, 112 for near ones, and at the end once more a sixth of that and 16 bytes to sort.
+Memory grows with the number of documents, not with their length: 16 bytes a document for exact
+copies and 66 more at the end, to sort them; 112 for near ones and 42 more.
 
 Near copies are found by MinHash and locality-sensitive hashing. A document is the set of its
 shingles: all runs of 16 characters, with case and spacing made equal. 14 bands of 8 hashes make
