@@ -789,14 +789,15 @@ def test_odd_paths_work(
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to count memory")
-def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ["sixteen letters\n", "one-line,no-end;"])
+def test_memory_does_not_grow_with_the_text(line: str, tmp_path: Path) -> None:
     """TXT-17: 40 MB take what 10 MB take; the counts say that all of it was read."""
     peaks = []
     for n_mb in (10, 40):
         text = tmp_path / f"{n_mb}.txt"
         with text.open("w") as file:
             for _ in range(n_mb):
-                file.write("sixteen letters\n" * 62_500)
+                file.write(line * 62_500)
         script = (
             "import sys\n"
             "from pathlib import Path\n"

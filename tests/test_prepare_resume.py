@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from hypothesis import strategies as st
 
 from gptfast.data import encoding, job, journal, packing, writer
 from gptfast.data.formats import Reading
+from gptfast.data.selection import Selection
 from gptfast.data.tokenizer import load_tokenizer
 from gptfast.data.vocabularies.plain import Bytes
 from gptfast.data.writer import Draft
@@ -129,19 +131,30 @@ def test_ids_go_to_the_disk_once(tmp_path: Path) -> None:
 def test_too_small_a_disk_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TXT-28: with the bytes that it may take and those that there are."""
+    """TXT-28: with the bytes that it takes and those that there are."""
     text = tmp_path / "text.txt"
     text.write_text("a" * 1_000_000)
     usage = shutil.disk_usage(tmp_path)
-    for free, fits in ((2_000_000, False), (3_000_000, True)):
-        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
-        if fits:
-            prepared(tmp_path, text)
-        else:
-            message = rf"corpus\.h5: may need 2,\d{{3}},\d{{3}} bytes, and {tmp_path} has 2,000,000"
-            with pytest.raises(Refused, match=message):
-                prepared(tmp_path, text)
-            assert only(tmp_path, "text.txt")
+    notes: list[str] = []
+
+    def prepare_with(free: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+        prepared(tmp_path, text, tokenizer="bytes", note=notes.append)
+
+    with pytest.raises(Refused) as refused:
+        prepare_with(400_000)
+    assert str(refused.value) == (
+        f"{tmp_path / 'corpus.h5'}: needs 400,010 bytes, perhaps 2,000,010, and {tmp_path} has "
+        "400,000 left: free space or choose another --out"
+    )
+    assert only(tmp_path, "text.txt")
+    assert not notes
+    prepare_with(2_000_009)
+    (note,) = notes
+    assert "may need 2,000,010 bytes" in note
+    (tmp_path / "corpus.h5").unlink()
+    prepare_with(2_000_010)
+    assert len(notes) == 1
 
 
 # going on ----------------------------------------------------------------------------------------
@@ -232,6 +245,27 @@ def test_a_prepare_killed_again_and_again_makes_the_same_file(
     assert n_kills >= 3
     assert datasets(straight.path) == expected
     assert only(tmp_path, "corpus.h5", *before)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tokenizer": "bpe:300"},
+        {"tokenizer": "bytes", "selection": Selection(weights=(0.2, 0.3, 0.5))},
+    ],
+    ids=["bpe", "mix"],
+)
+@pytest.mark.usefixtures("often")
+def test_what_is_made_from_the_text_is_made_again(options: dict[str, Any], tmp_path: Path) -> None:
+    """A vocabulary that was learnt from it; the parts of a mix, of which all train comes first."""
+    sources = several(tmp_path)
+    _, straight = prepared(tmp_path, *sources, **options)
+    expected = datasets(straight.path)
+    straight.path.unlink()
+    assert killed(tmp_path, sources, after=20, **options)
+    assert killed(tmp_path, sources, after=15, resume=True, **options)
+    prepared(tmp_path, *sources, resume=True, **options)
+    assert datasets(straight.path) == expected
 
 
 @pytest.mark.usefixtures("often")
@@ -347,30 +381,35 @@ from gptfast.data.vocabularies.plain import Bytes
 journal._EVERY_S, packing.BLOCK, encoding._BATCH = 0.05, 2000, 2000
 encode = Bytes.encode
 def slowly(self, text):
-    time.sleep(0.02)
+    time.sleep(0.01)
     return encode(self, text)
 Bytes.encode = slowly
 sys.exit(main(sys.argv[1:]))
 """
 
 
-def slow(text: Path, *options: str) -> subprocess.Popen[str]:
-    """`gptfast prepare`, 50 chunks of 2000 bytes a second."""
+def slow(text: Path, *options: str, limit: int = -1) -> subprocess.Popen[str]:
+    """`gptfast prepare`, 100 chunks of 2000 bytes a second, on a disk with `limit` bytes a file."""
     out = text.with_name("corpus.h5")
     args = ["prepare", text, "--out", out, "--tokenizer=bytes", "--workers=1", *options]
-    return subprocess.Popen([sys.executable, "-c", SLOW, *args], stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", SLOW, *args],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_prepare_is_gone_on_with(signum: signal.Signals, tmp_path: Path) -> None:
     """TXT-28."""
     text = tmp_path / "text.txt"
-    text.write_bytes(b"sixteen letters\n" * 6_250)  # 1 s
+    text.write_bytes(b"sixteen letters\n" * 6_250)  # 0.5 s
     running = slow(text)
     while not any(tmp_path.glob(".*.journal")):
         assert running.poll() is None, running.stderr.read()
         time.sleep(0.01)
-    time.sleep(0.2)
+    time.sleep(0.1)
     running.send_signal(signum)
     _, err = running.communicate(timeout=20)
     assert "Traceback" not in err
@@ -387,6 +426,22 @@ def test_a_stopped_prepare_is_gone_on_with(signum: signal.Signals, tmp_path: Pat
     found = datasets(tmp_path / "corpus.h5")
     assert bytes(found["train"] + found["val"]) == expected
     assert only(tmp_path, "text.txt", "corpus.h5")
+
+
+def test_a_full_disk_is_gone_on_from(tmp_path: Path) -> None:
+    """TXT-28: with what there was, once there is room."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"sixteen letters\n" * 6_250)
+    full = slow(text, limit=100_000)
+    _, err = full.communicate(timeout=20)
+    assert full.returncode == 1
+    kept, error = err.splitlines()[-2:]
+    assert "the same command with --resume goes on with it" in kept
+    assert f"{tmp_path / 'corpus.h5'}: cannot be written (File too large)" in error
+    again = slow(text, "--resume")
+    again.communicate(timeout=20)
+    found = datasets(tmp_path / "corpus.h5")
+    assert bytes(found["train"] + found["val"]) == text.read_bytes()
 
 
 # who reads the target ----------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from gptfast.data.formats import STRICT, Reading
 from gptfast.data.job import Job, difference, job_of
 from gptfast.data.journal import Unfinished, at_work, find_unfinished
 from gptfast.data.layout import SPLITS
-from gptfast.data.plan import Plan
 from gptfast.data.selection import ALL, Chosen, Selection, Share, choose
 from gptfast.data.sources import Surroundings, find, short_name
 from gptfast.data.store import Store
@@ -39,14 +38,16 @@ from gptfast.data.tokenizer import (
     made_from_corpus,
 )
 from gptfast.data.vocabularies.encoders import Choice, encoder_for
-from gptfast.data.writer import Draft, check_room, id_dtype
+from gptfast.data.writer import Draft, check_room
 from gptfast.errors import Refused
 
 Progress = Callable[[int, int, int], None]
 """Called with bytes of text done, bytes in all, and tokens so far."""
 
-_WHOLE = 1 << 22
-"""Characters of the longest document that is encoded whole; each takes some 150 bytes of memory."""
+_BYTES_OF_A_TOKEN = 5
+"""Hardly any text has more of them, on average."""
+_WHOLE = 1 << 21
+"""Characters of the longest document that is encoded whole; each takes some 200 bytes of memory."""
 
 
 @dataclass(frozen=True)
@@ -194,8 +195,8 @@ def prepare(
         }
         job = job_of(surveys, planned, tokenizer=tokenizer, options=options)
         _check_same(unfinished, job)
-        _check_room(out, surveys, planned, tokenizer, unfinished)
         draft = Draft(out, vocab_size=tokenizer.vocab_size, job=job, unfinished=unfinished)
+        _check_room(draft, chosen, unfinished, note)
         stack.callback(_tell_kept, draft, note)  # called when the draft has been left
         stack.push(draft)
         draft.open()
@@ -290,20 +291,22 @@ def _check_same(unfinished: Unfinished | None, job: Job) -> None:
 
 
 def _check_room(
-    out: Path,
-    surveys: Sequence[Survey],
-    planned: Plan,
-    tokenizer: Tokenizer,
-    unfinished: Unfinished | None,
+    draft: Draft, chosen: Chosen, unfinished: Unfinished | None, note: Callable[[str], None]
 ) -> None:
     """A token stands for a byte at least; a document may have a separator and has its start."""
-    size = id_dtype(tokenizer.vocab_size).itemsize
-    n_ids = sum(
-        min(s.n_bytes, 4 * part.n_chars) + part.n_documents
-        for s, part in zip(surveys, planned.parts, strict=True)
+    parts = chosen.plan.parts
+    n_documents = sum(part.n_documents for part in parts)
+    n_bytes = sum(
+        min(s.n_bytes, 4 * part.n_chars) for s, part in zip(chosen.surveys, parts, strict=True)
     )
-    there = 0 if unfinished is None else unfinished.n_tokens * size
-    check_room(out, n_ids * size + 8 * sum(p.n_documents for p in planned.parts) - there)
+    there = 0 if unfinished is None else unfinished.n_tokens
+    size = draft.dtype.itemsize
+    check_room(
+        draft.target,
+        (n_bytes // _BYTES_OF_A_TOKEN + n_documents - there) * size + 8 * n_documents,
+        at_most=(n_bytes + n_documents - there) * size + 8 * n_documents,
+        note=note,
+    )
 
 
 def _fill(draft: Draft, encoded: Iterable[Encoded], *, total: int, progress: Progress) -> None:

@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -94,7 +94,7 @@ class Draft:
         self.is_kept = False
         """Whether it was left unfinished, to be gone on with."""
         self._vocab_size = vocab_size
-        self._target = target
+        self.target = target
         self._partial = partial_path(target)
         self._splits = {name: _Growing() for name in SPLITS}
         self._journal = None if job is None else Journal(journal_path(target), job)
@@ -114,11 +114,11 @@ class Draft:
             GptfastError: it cannot be written.
         """
         unfinished = self._unfinished
-        with _writing(self._target):
-            self._target.parent.mkdir(parents=True, exist_ok=True)
-            sweep(self._target, but=unfinished)
+        with _writing(self.target):
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            sweep(self.target, but=unfinished)
             if unfinished is not None:
-                unfinished.take_over(self._target)
+                unfinished.take_over(self.target)
             # Without a buffer, whose rest would be written again when a full disk is left.
             file = io.FileIO(self._partial, "r+" if unfinished else "w+")
             self._file = self._stack.enter_context(file)
@@ -137,7 +137,7 @@ class Draft:
         self.is_kept = self._has_points() and error is not None and _may_pass(error)
         if not self.is_kept:
             self._partial.unlink(missing_ok=True)
-            journal_path(self._target).unlink(missing_ok=True)
+            journal_path(self.target).unlink(missing_ok=True)
 
     def n_tokens(self, split: str) -> int:
         return self._splits[split].n_tokens
@@ -171,14 +171,14 @@ class Draft:
             assert growing.max_id < self._vocab_size, "a tokenizer keeps to its vocabulary"
         stored = ids.astype(self.dtype, copy=False)
         growing.digest.update(stored.data)
-        with _writing(self._target):
+        with _writing(self.target):
             self._write(self._end(split), stored.data)
-        growing.documents.extend(growing.n_tokens + at for at in documents)
-        growing.n_tokens += len(ids)
-        growing.n_bytes += n_bytes
-        self.n_chunks += n_chunks
-        if self._journal is not None and self._journal.is_due():
-            self._note(self._journal)
+            growing.documents.extend(growing.n_tokens + at for at in documents)
+            growing.n_tokens += len(ids)
+            growing.n_bytes += n_bytes
+            self.n_chunks += n_chunks
+            if self._journal is not None and self._journal.is_due():
+                self._note(self._journal)
 
     def finish(
         self,
@@ -199,7 +199,7 @@ class Draft:
             GptfastError: it cannot be written.
         """
         definition, sources = _json(tokenizer.definition()), _json(list(documents))
-        with _writing(self._target):
+        with _writing(self.target):
             if self._journal is not None and self._has_points():
                 self._note(self._journal)
                 self._journal.settle()
@@ -220,8 +220,8 @@ class Draft:
                     }
                 )
             os.fsync(self._file.fileno())
-            self._partial.replace(self._target)
-            sync_folder(self._target.parent)
+            self._partial.replace(self.target)
+            sync_folder(self.target.parent)
 
     # where the ids lie -----------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class Draft:
                 growing.max_id = max(growing.max_id, int(ids.max()))
             if growing.digest.hexdigest() != noted.sha256:
                 raise Refused(
-                    f"{self._target}: what there is of it is damaged: run the command without "
+                    f"{self.target}: what there is of it is damaged: run the command without "
                     "--resume, which begins again"
                 )
 
@@ -317,18 +317,35 @@ class Draft:
                 self._move(source, target, n_bytes)
 
 
-def check_room(target: Path, n_bytes: int) -> None:
-    """Make sure that the disk of `target` has room for `n_bytes`.
+def check_room(
+    target: Path,
+    n_bytes: int,
+    *,
+    at_most: int = 0,
+    note: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Compare the room on the disk of `target` with what is needed.
+
+    Args:
+        n_bytes: that are needed in any case.
+        at_most: that may be needed.
+        note: told if these are not there.
 
     Raises:
-        Refused: it has not.
+        Refused: not even `n_bytes` are there.
     """
     standing = next(folder for folder in target.parents if folder.exists())
     free = shutil.disk_usage(standing).free
     if free < n_bytes:
+        most = f", perhaps {at_most:,}" if at_most else ""
         raise Refused(
-            f"{target}: may need {n_bytes:,} bytes, and {standing} has {free:,} left: free space "
-            "or choose another --out"
+            f"{target}: needs {n_bytes:,} bytes{most}, and {standing} has {free:,} left: free "
+            "space or choose another --out"
+        )
+    if free < at_most:
+        note(
+            f"{target}: may need {at_most:,} bytes, and {standing} has {free:,} left: should it "
+            "fill up, free space and go on with --resume"
         )
 
 
