@@ -466,6 +466,17 @@ def test_a_tokenizer_json_is_what_the_library_makes_of_it(name: str, text: str) 
         assert not any("\ufffd" in piece for piece in pieces), "no half characters"
 
 
+def test_a_marker_that_is_a_word_is_cut_in_two() -> None:
+    library = bare("unigram")
+    parts = ["low\0<", "/s>new <", "/s>"]
+    expected = [i for part in parts for i in library.encode(part, add_special_tokens=False).ids]
+    assert loaded("unigram").encode("".join(parts)).tolist() == expected
+    folded = json.loads(built("unigram").to_str())
+    folded["normalizer"] = {"type": "Lowercase"}
+    tokenizer = HuggingFace("folded", content=folded, separator="</s>")
+    assert tokenizer.eot_id not in tokenizer.encode("low </S> new").tolist()
+
+
 @pytest.mark.parametrize("name", BYTE_LEVEL)
 def test_byte_level_needs_nobody_but_tiktoken(name: str) -> None:
     assert isinstance(loaded(name), Bpe)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
+_LARGE = 1 << 18
+"""Characters of a text that threads encode one after the other: each takes some 200 bytes."""
 
 
 class HuggingFace:
@@ -43,6 +46,7 @@ class HuggingFace:
         self.separator = separator
         self._content = content
         self._tokenizer = _built(content, separator)
+        self._large = threading.Lock()
         ids = self._tokenizer.get_vocab()
         self.vocab_size = max(ids.values()) + 1
         self.eot_id = None if separator is None else ids[separator]
@@ -55,16 +59,23 @@ class HuggingFace:
         return np.array(ids, dtype=np.uint32)
 
     def _encode(self, text: str) -> list[int]:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if len(text) < _LARGE:
+            return self._encode_at_once(text)
+        with self._large:
+            return self._encode_at_once(text)
+
+    def _encode_at_once(self, text: str) -> list[int]:
+        ids = self._ids(text)
         if self.separator is None or self.eot_id not in ids:
             return ids
         # The marker is a word of this vocabulary too, and one in the text must not end a document:
-        # each is cut in two.
-        first, rest = self.separator[:1], self.separator[1:]
-        parts = text.replace(self.separator, f"{first}\0{rest}").split("\0")
-        return [
-            i for part in parts for i in self._tokenizer.encode(part, add_special_tokens=False).ids
-        ]
+        # each is cut behind its first character. What a normalizer has made one is left out.
+        first, rest = re.escape(self.separator[:1]), re.escape(self.separator[1:])
+        parts = re.split(f"(?<={first})(?={rest})", text)
+        return [i for part in parts for i in self._ids(part) if i != self.eot_id]
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
