@@ -177,6 +177,17 @@ def test_a_mix_of_documents(here: Path) -> None:
         assert [s["taken_characters"] for s in store.sources()] == [1000, 1000, 0]
 
 
+def test_data_show_tells_the_mix(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", "--mix", "c.jsonl:1", "b.txt:1.5", "--out=m.h5"]) == 0
+    capsys.readouterr()
+    assert main(["data", "show", "m.h5"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["source", "weight", "documents", "taken", "bytes", "SHA-256"] in lines
+    assert [line[:6] for line in lines if line[:1] == ["c.jsonl"]] == [
+        ["c.jsonl", "c.jsonl:", "1", "40", "16", "1,520"]
+    ]
+
+
 def test_what_is_left_out_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prepare", "--mix", "a.txt:1", "b.txt:3", "--out=m.h5"]) == 0
     out, err = capsys.readouterr()

@@ -96,11 +96,19 @@ def _show(found: Description, console: Console) -> None:
     )
     if found.sources:
         console.line()
+        is_mix = "mix" in found.sources[0]
         console.table(
             "",
-            ["source", "documents", "bytes", "SHA-256"],
+            ["source", *["weight"] * is_mix, "documents", "taken", "bytes", "SHA-256"],
             [
-                (one["name"], _number(one.get("documents")), _number(one["bytes"]), one["sha256"])
+                (
+                    one["name"],
+                    *[f"{one['mix']['source']}: {one['mix']['weight']:g}" for _ in range(is_mix)],
+                    _number(one.get("documents")),
+                    _number(one.get("taken_documents")),
+                    _number(one["bytes"]),
+                    one["sha256"],
+                )
                 for one in found.sources[:_SHOWN_SOURCES]
             ],
         )

@@ -249,8 +249,9 @@ def _plain_errors(label: str) -> Iterator[None]:
             "installed: pip install 'gptfast[hf]'"
         ) from None
     loggers = datasets.utils.logging
-    verbosity = loggers.get_verbosity()
+    verbosity, had_bars = loggers.get_verbosity(), datasets.is_progress_bar_enabled()
     loggers.set_verbosity(loggers.CRITICAL)
+    datasets.disable_progress_bars()
     try:
         yield
     except (ValueError, FileNotFoundError) as error:  # no such data set, configuration, split
@@ -264,6 +265,8 @@ def _plain_errors(label: str) -> Iterator[None]:
         ) from error
     finally:
         loggers.set_verbosity(verbosity)
+        if had_bars:
+            datasets.enable_progress_bars()
 
 
 def _one_line(error: Exception) -> str:
