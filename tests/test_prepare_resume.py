@@ -162,7 +162,14 @@ def test_too_small_a_disk_is_refused_before_any_work(
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A point in the journal after each few characters."""
+    """A point in the journal after each few characters, there before the next are encoded."""
+    keep = journal.Journal.keep
+
+    def keep_now(log: journal.Journal, point: journal.Point, *, file: int) -> None:
+        keep(log, point, file=file)
+        log.settle()
+
+    monkeypatch.setattr(journal.Journal, "keep", keep_now)
     monkeypatch.setattr(journal, "_EVERY_S", 0)
     monkeypatch.setattr(packing, "BLOCK", 200)
     monkeypatch.setattr(encoding, "_BATCH", 100)
@@ -237,7 +244,7 @@ def test_a_prepare_killed_again_and_again_makes_the_same_file(
     random = np.random.default_rng(0)
     n_kills = 0
     while killed(
-        tmp_path, sources, after=int(random.integers(5, 25)), resume=n_kills > 0, **options
+        tmp_path, sources, after=int(random.integers(3, 15)), resume=n_kills > 0, **options
     ):
         n_kills += 1
         assert not straight.path.exists()
@@ -269,13 +276,7 @@ def test_what_is_made_from_the_text_is_made_again(options: dict[str, Any], tmp_p
 
 
 @pytest.mark.usefixtures("often")
-def test_what_is_done_is_not_encoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = journal.Journal.keep
-    monkeypatch.setattr(
-        journal.Journal,
-        "keep",
-        lambda log, *args, **options: (keep(log, *args, **options), log.settle()),
-    )
+def test_what_is_done_is_not_encoded_again(tmp_path: Path) -> None:
     sources = several(tmp_path)
     seen: list[int] = []
 
