@@ -333,6 +333,19 @@ def test_one_left_out_at_a_time(
     ]
 
 
+def test_a_lack_of_memory_is_told_from_any_other_failure(
+    tmp_path: Path, package: Path, profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the fault of the rungs beside it."""
+    monkeypatch.syspath_prepend(str(package))
+    for plugin, lacked in (("hungry", True), ("elsewhere", False)):
+        wanted = profile.replace({"plugins": {plugin: {}}})
+        with AtHand(tmp_path) as at_hand, pytest.raises(RungFailed) as failed:
+            at_hand.build(wanted, device="cpu", plugin=plugin, bare=False, patience_s=1)
+            at_hand.advance(4, lead_in=0, patience_s=1)
+        assert failed.value.out_of_memory is lacked
+
+
 @pytest.mark.usefixtures("at_hand")
 def test_the_overhead_is_that_of_a_loop_that_does_the_same(
     config: Path, capsys: pytest.CaptureFixture[str]
