@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import pickle
@@ -268,6 +269,23 @@ def test_each_fault_is_one_line_and_the_exit_code_is_1(
     assert captured.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [(_tokenizer, "tokenizer"), (_definition, "tokenizer"), (_sources, "sources")],
+)
+def test_what_a_damaged_part_is_needed_for_is_refused(
+    made: Path,
+    here: Path,
+    damage: Callable[[h5py.File], None],
+    name: str,
+    said: Callable[..., str],
+) -> None:
+    path = shutil.copy(made / "rows.h5", here / "rows.h5")
+    with h5py.File(path, "r+") as file:
+        damage(file)
+    assert f"{path}: its {name} cannot be read" in said("show", path)
+
+
 @pytest.mark.parametrize("name", ["truncated.h5", "zero_byte.h5", "text_named.h5", "two_dim.h5"])
 def test_what_is_no_data_file_is_refused(name: str, said: Callable[..., str]) -> None:
     """H5-01, H5-09."""
@@ -363,6 +381,20 @@ def test_another_vocabulary_goes_to_nanogpt_with_its_size(
     assert main(["data", "export", str(made / "bytes.h5"), "--format=nanogpt", "--out=n"]) == 0
     assert pickle.loads((here / "n/meta.pkl").read_bytes()) == {"vocab_size": 256}
     assert "sample.py wants characters" in capsys.readouterr().err
+
+
+def test_a_vocabulary_that_is_merely_named_gpt2_is_not_taken_for_it(
+    made: Path, here: Path, said: Callable[..., str], data: Data
+) -> None:
+    ranks = "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256))
+    (here / "gpt2.tiktoken").write_text(ranks)
+    mine = prepared(here, made / "rows.jsonl", tokenizer=str(here / "gpt2.tiktoken"))[1]
+    assert mine.tokenizer_name == "gpt2"
+    assert "has 257 ids of gpt2, and llm.c knows" in said(
+        "export", mine.path, "--format=llm.c", "--out=n"
+    )
+    data("export", mine.path, "--format=nanogpt", "--out=n")
+    assert pickle.loads((here / "n/meta.pkl").read_bytes()) == {"vocab_size": 257}
 
 
 @given(n_tokens=st.integers(1, 10_000), most=st.integers(1, 10_000))

@@ -169,9 +169,7 @@ def _cut(n_tokens: int, most: int) -> list[int]:
 
 def _vocabulary(store: Store) -> Vocabulary:
     """Which of llm.c's the ids are of; bare ids are taken for GPT-2's, as it takes them."""
-    if store.tokenizer_name == GPT2.tokenizer:
-        return GPT2
-    if store.tokenizer_name is None and store.vocab_size is None:
+    if _is_gpt2(store) or (store.tokenizer_name is None and store.vocab_size is None):
         return GPT2
     if store.vocab_size == LLAMA3.n_ids:
         return LLAMA3
@@ -182,9 +180,20 @@ def _vocabulary(store: Store) -> Vocabulary:
     )
 
 
+def _is_gpt2(store: Store) -> bool:
+    """By the whole definition: a vocabulary of one's own may go by that name."""
+    from gptfast.data.tokenizer import load_tokenizer
+
+    assert GPT2.tokenizer is not None
+    return (
+        store.tokenizer_name == GPT2.tokenizer
+        and store.tokenizer_definition == load_tokenizer(GPT2.tokenizer).definition()
+    )
+
+
 def _meta(store: Store, notes: list[str]) -> bytes | None:
     """nanoGPT takes ids without a `meta.pkl` for GPT-2's."""
-    if store.tokenizer_name == GPT2.tokenizer or store.vocab_size is None:
+    if _is_gpt2(store) or store.vocab_size is None:
         return None
     definition = store.tokenizer_definition
     if definition is not None and definition["kind"] == "chars":

@@ -35,6 +35,9 @@ READ_ATTRIBUTES = (FORMAT, "tokenizer", "vocab_size", "source")
 OWN = "gptfast"
 HDF5 = "HDF5"
 SPLITS = ("train", "val")
+DAMAGE = (OSError, KeyError, RuntimeError, ValueError, TypeError)
+"""What h5py raises where an HDF5 file that could be opened is damaged: see the test that flips
+bits."""
 _PIECE = 1 << 22
 """Tokens looked at or copied at a time."""
 _CHUNK_CACHE = 32 << 20
@@ -114,7 +117,7 @@ def hdf5_layout(path: Path) -> Layout:
     with open_hdf5(path) as file:
         try:
             return _own_layout(file, path) if FORMAT in file.attrs else _foreign_layout(file, path)
-        except (KeyError, OSError) as error:  # a part that is missing, or that HDF5 cannot unpack
+        except DAMAGE as error:
             raise Refused(f"{path}: is damaged ({error.args[0]}): {_again(path)}") from error
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import hashlib
 import io
 import itertools
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from gptfast.data.foreign import layout_of
 from gptfast.data.layout import (
+    DAMAGE,
     OWN,
     READ_ATTRIBUTES,
     SPLITS,
@@ -118,7 +120,7 @@ class Store:
         if self.tokenizer_name is None:
             return None
         if self.layout.kind == OWN:
-            with open_hdf5(self.path) as file:
+            with self._read_hdf5("tokenizer") as file:
                 return cast("dict[str, Any]", json.loads(file["tokenizer"][:].tobytes()))
         if self.layout.tokenizer is not None:
             return dict(self.layout.tokenizer)
@@ -146,21 +148,22 @@ class Store:
         """(documents,) int64: first token of each document of the split; [0]: a foreign file."""
         if self.layout.kind != OWN:
             return np.zeros(1, dtype=np.int64)
-        with open_hdf5(self.path) as file:
-            return cast("NDArray[np.int64]", file[f"{self._split(split).label}_documents"][:])
+        name = f"{self._split(split).label}_documents"
+        with self._read_hdf5(name) as file:
+            return cast("NDArray[np.int64]", file[name][:])
 
     def sources(self) -> list[dict[str, Any]]:
         """Of each text its name, bytes, characters, documents and SHA-256; []: a foreign file."""
         if self.layout.kind != OWN:
             return []
-        with open_hdf5(self.path) as file:
+        with self._read_hdf5("sources") as file:
             return cast("list[dict[str, Any]]", json.loads(file["sources"][:].tobytes()))
 
     def attributes(self) -> dict[str, str | int | float]:
         """What is written on the file beside what `layout` has; {}: a foreign file."""
         if self.layout.kind != OWN:
             return {}
-        with open_hdf5(self.path) as file:
+        with self._read_hdf5("attributes") as file:
             found = {
                 name: value.item() if isinstance(value, np.generic) else value
                 for name, value in file.attrs.items()
@@ -252,6 +255,18 @@ class Store:
                         "the data needs, or prepare the data with the model's tokenizer"
                     )
                 at += len(ids)
+
+    @contextlib.contextmanager
+    def _read_hdf5(self, name: str) -> Iterator[h5py.File]:
+        """The file, to take something by that name out of it."""
+        with open_hdf5(self.path) as file:
+            try:
+                yield file
+            except DAMAGE as error:
+                raise Refused(
+                    f"{self.path}: its {name} cannot be read ({error}): gptfast data verify tells "
+                    "what else is damaged"
+                ) from error
 
     def _split(self, name: str) -> Split:
         try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gptfast.data.layout import OWN, Split, pieces
+from gptfast.data.layout import DAMAGE, OWN, Split, pieces
 from gptfast.data.store import Store
 from gptfast.errors import GptfastError
 
@@ -24,7 +24,7 @@ Progress = Callable[[int, int, int], None]
 
 _LOSSLESS = ("bpe", "bytes", "chars")
 """Kinds of tokenizers whose ids spell every byte of the text."""
-_UNREADABLE = (OSError, KeyError, ValueError, TypeError, GptfastError)
+_UNREADABLE = (*DAMAGE, GptfastError)
 """What damaged metadata raises when it is taken apart."""
 
 
@@ -77,7 +77,9 @@ def _tokenizer(store: Store, found: Verified) -> Tokenizer | None:
     try:
         tokenizer = store.tokenizer()
     except _UNREADABLE as error:
-        found.faults.append(f"tokenizer: its definition cannot be used ({error})")
+        found.faults.append(
+            f"tokenizer: its definition cannot be used ({error.__cause__ or error})"
+        )
         return None
     said = f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size:,} ids"
     if tokenizer.vocab_size == store.vocab_size:
@@ -91,7 +93,7 @@ def _sources(store: Store, found: Verified) -> None:
     try:
         store.sources()
     except _UNREADABLE as error:
-        found.faults.append(f"sources: cannot be read ({error})")
+        found.faults.append(f"sources: cannot be read ({error.__cause__ or error})")
 
 
 def _checks(
@@ -109,7 +111,7 @@ def _checks(
     try:
         starts = store.documents(name)
     except _UNREADABLE as error:
-        found.faults.append(f"{name}: its documents cannot be read ({error})")
+        found.faults.append(f"{name}: its documents cannot be read ({error.__cause__ or error})")
         return
     if fault := _fault_of_starts(starts, split.n_tokens):
         found.faults.append(f"{name}: {fault}")
