@@ -466,6 +466,19 @@ def test_a_tokenizer_json_is_what_the_library_makes_of_it(name: str, text: str) 
         assert not any("\ufffd" in piece for piece in pieces), "no half characters"
 
 
+@pytest.mark.parametrize("name", ["trained", *FOUND])
+def test_long_runs_without_a_space_are_quick(name: str) -> None:
+    """TXT-13."""
+    tokenizer = built(name) if name == "trained" else loaded(name)
+    for run in ("letters_90k", "cjk_28k", "caret_90k"):
+        text = (TEXT / f"long_line_{run}.txt").read_bytes().decode()
+        begin = time.perf_counter()
+        ids = tokenizer.encode(text).tolist()
+        assert time.perf_counter() - begin < 5
+        if name in LOSSLESS:
+            assert tokenizer.decode(ids) == text
+
+
 def test_a_marker_that_is_a_word_is_cut_in_two() -> None:
     library = bare("unigram")
     parts = ["low\0<", "/s>new <", "/s>"]
@@ -524,6 +537,20 @@ def test_merges_that_do_not_follow_the_ids_are_left_to_the_library(tmp_path: Pat
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(content))
     assert isinstance(load_tokenizer(str(path)), HuggingFace)
+
+
+def test_a_token_that_its_own_bytes_do_not_merge_to_is_left_to_the_library(tmp_path: Path) -> None:
+    """ "qz" is made before "zx", so "qzx" never is; tiktoken would take the word as it stands."""
+    content = json.loads(built("byte-level").to_str())
+    vocabulary = content["model"]["vocab"]
+    for first, second in (("q", "z"), ("z", "x"), ("q", "zx")):
+        vocabulary[first + second] = len(vocabulary)
+        content["model"]["merges"].append([first, second])
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(path))
+    assert isinstance(tokenizer, HuggingFace)
+    assert tokenizer.encode("qzx").tolist() == [vocabulary["qz"], vocabulary["x"]]
 
 
 @pytest.mark.parametrize("name", FOUND)

@@ -49,8 +49,12 @@ PATTERNS = {
             r"""\s+""",
         ]
     ),
+    "qwen": (
+        r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"""
+        r"""| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+    ),
 }
-"""As in tiktoken_ext/openai_public.py of tiktoken 0.14.0."""
+"""As in tiktoken_ext/openai_public.py of tiktoken 0.14.0, and in Qwen's tokenizer.json."""
 
 
 @pytest.fixture(scope="module")
