@@ -316,3 +316,17 @@ def test_the_profile_in_the_folder_is_the_whole_one(train: Train, run: Run) -> N
     assert isinstance(loaded, Profile)
     assert (loaded.train.steps, loaded.model.vocab_size) == (2, 61)
     GPT(loaded.model).load_state_dict(weights(run))
+
+
+@pytest.mark.gpu
+def test_a_checkpoint_of_a_gpu_is_read_on_a_cpu(train: Train, run: Run, capsys: Captured) -> None:
+    """RES-11: the same greedy text on both."""
+    assert train("--device", "cuda", "--set", "train.steps=5") == 0
+    texts = []
+    for device in ("cuda", "cpu"):
+        assert main(["eval", "one", "--device", device]) == 0
+        capsys.readouterr()
+        greedy = ("--temperature", "0", "--prompt", "AB", "--max-new-tokens", "8")
+        assert main(["generate", "one", "--device", device, *greedy]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
