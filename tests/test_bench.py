@@ -338,12 +338,17 @@ def test_a_lack_of_memory_is_told_from_any_other_failure(
 ) -> None:
     """It may be the fault of the rungs beside it."""
     monkeypatch.syspath_prepend(str(package))
-    for plugin, lacked in (("hungry", True), ("elsewhere", False)):
-        wanted = profile.replace({"plugins": {plugin: {}}})
-        with AtHand(tmp_path) as at_hand, pytest.raises(RungFailed) as failed:
-            at_hand.build(wanted, device="cpu", plugin=plugin, bare=False, patience_s=1)
-            at_hand.advance(4, lead_in=0, patience_s=1)
-        assert failed.value.out_of_memory is lacked
+    with AtHand(tmp_path) as at_hand:
+        for plugin, lacked in (("elsewhere", False), ("hungry", True)):
+            wanted = profile.replace({"plugins": {plugin: {}}})
+            with pytest.raises(RungFailed) as failed:
+                _built_and_advanced(at_hand, wanted)
+            assert failed.value.out_of_memory is lacked
+
+
+def _built_and_advanced(process: WorkerProcess, profile: Profile) -> None:
+    process.build(profile, device="cpu", plugin=None, bare=False, patience_s=1)
+    process.advance(4, lead_in=0, patience_s=1)
 
 
 @pytest.mark.usefixtures("at_hand")
