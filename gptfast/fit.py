@@ -82,8 +82,11 @@ def windows_that_fit(
         f"(tried {', '.join(map(str, tried))})"
     )
     if answer is not None:
-        answer.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(answer, json.dumps({"micro_batch": found, "asked": asked}, indent=1))
+        try:
+            answer.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(answer, json.dumps({"micro_batch": found, "asked": asked}, indent=1))
+        except OSError as error:
+            note(f"{answer}: cannot be kept ({error.strerror}): the next run tries anew")
     return found
 
 

@@ -236,6 +236,15 @@ def test_the_answer_is_that_of_this_profile(train: Train, tmp_path: Path, capsys
     assert "(tried 12, 3, 4, 6)" in said.out + said.err
 
 
+def test_a_cache_that_cannot_be_written_stops_nothing(
+    train: Train, tmp_path: Path, capsys: Captured
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    assert train("--run", "one", *AUTO, *room(5)) == 0
+    said = capsys.readouterr()
+    assert "the next run tries anew" in said.out + said.err
+
+
 def test_a_resumed_run_keeps_the_micro_batch_that_fitted(
     train: Train, tmp_path: Path, capsys: Captured, tally: Tally
 ) -> None:
