@@ -2,12 +2,14 @@
 
 Without a mix the corpus is one: its last part is for validation. In a mix each of its sources is
 cut by itself, so that both splits have its proportions, and what the proportions have no room for
-is left out.
+is left out. Documents stay whole, but for one at a border of a mix or a limit, where whole ones
+would miss it by more than a hundredth.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,10 @@ from gptfast.data.corpus import Survey
 T = TypeVar("T")
 Flags = NDArray[np.bool_]
 Sizes = NDArray[np.int64]
+
+
+_MISSED = 0.01
+"""By which part a proportion may be missed so that all documents stay whole."""
 
 
 @dataclass(frozen=True, order=True)
@@ -105,24 +111,30 @@ def plan(
     members = [len(surveys)] if groups is None else groups
     grouped = list(zip(_in_groups(kept, members), _in_groups(flags, members), strict=True))
     totals = [sum(int(its_sizes.sum()) for its_sizes in group) for group, _ in grouped]
+    is_mix = len(members) > 1
     parts: list[Part] = []
     for (group, its_flags), n_chars in zip(
         grouped, _shares(totals, weights, max_chars), strict=True
     ):
-        parts += _parts(group, its_flags, n_chars, val_fraction)
+        parts += _parts(group, its_flags, n_chars, val_fraction, is_mix=is_mix)
     # A row is a document even if it is the only one.
     has_rows = any(s.tally.n_rows for s in surveys)
     several = sum(int(np.count_nonzero(its_sizes)) for its_sizes in kept) > 1
-    return Plan(tuple(parts), has_documents=several or has_rows, is_mix=len(members) > 1)
+    return Plan(tuple(parts), has_documents=several or has_rows, is_mix=is_mix)
 
 
 def _parts(
-    group: Sequence[Sizes], flags: Sequence[Flags], n_chars: int, val_fraction: float
+    group: Sequence[Sizes],
+    flags: Sequence[Flags],
+    n_chars: int,
+    val_fraction: float,
+    *,
+    is_mix: bool,
 ) -> Iterator[Part]:
     """The first `n_chars` of the sources, as if they were one."""
     joined = np.concatenate(group)
     end = _end(joined, n_chars)
-    train_end = _train_end(_before(joined, end), end, val_fraction)
+    train_end = _train_end(_before(joined, end), end, val_fraction, is_mix=is_mix)
     for sizes, copied in zip(group, flags, strict=True):
         taken = _before(sizes, end)
         yield Part(train_end, end, copied, int(taken.sum()), int(np.count_nonzero(taken)))
@@ -138,30 +150,41 @@ def _shares(totals: Sequence[int], weights: Sequence[float], limit: int | None) 
 
 
 def _end(sizes: Sizes, n_chars: int) -> Border:
-    """Where `n_chars` have been taken: a single document is cut, of several whole ones go."""
+    """Where `n_chars` have been taken."""
     if n_chars >= sizes.sum():
         return Border(len(sizes), 0)
     (present,) = np.nonzero(sizes)
     if len(present) == 1:
-        return Border(int(present[0]), max(1, n_chars))
-    return Border(_nearest(sizes, n_chars, first=present[0], last=present[-1]), 0)
+        return _inside(sizes, n_chars)
+    return _nearest(sizes, n_chars, first=present[0], last=present[-1], slack=_MISSED * n_chars)
 
 
-def _train_end(sizes: Sizes, end: Border, val_fraction: float) -> Border:
+def _train_end(sizes: Sizes, end: Border, val_fraction: float, *, is_mix: bool) -> Border:
     """`sizes`: of what is taken. Of two documents or more each split gets one."""
-    n_train = (1 - val_fraction) * int(sizes.sum())
+    total = int(sizes.sum())
+    n_train = (1 - val_fraction) * total
     (present,) = np.nonzero(sizes)
     if len(present) == 1:
-        return Border(int(present[0]), max(1, int(n_train)))
+        return _inside(sizes, int(n_train))
     if val_fraction == 0:
         return end
-    return Border(_nearest(sizes, n_train, first=present[0], last=present[-1] - 1), 0)
+    slack = _MISSED * min(n_train, total - n_train) if is_mix else math.inf
+    return _nearest(sizes, n_train, first=present[0], last=present[-1] - 1, slack=slack)
 
 
-def _nearest(sizes: Sizes, n_chars: float, *, first: int, last: int) -> int:
-    """The border nearest to `n_chars`, from behind the document `first` to behind `last`."""
-    ends = np.cumsum(sizes)[first : last + 1]
-    return int(first) + 1 + int(np.argmin(np.abs(ends - n_chars)))
+def _nearest(sizes: Sizes, n_chars: float, *, first: int, last: int, slack: float) -> Border:
+    """From behind the document `first` to behind `last`; in one of them, if all are too far off."""
+    off = np.abs(np.cumsum(sizes)[first : last + 1] - n_chars)
+    nearest = int(np.argmin(off))
+    return _inside(sizes, int(n_chars)) if off[nearest] > slack else Border(first + 1 + nearest, 0)
+
+
+def _inside(sizes: Sizes, n_chars: int) -> Border:
+    """Behind `n_chars` characters, and at least one."""
+    n_chars = max(1, n_chars)
+    ends = np.cumsum(sizes)
+    document = int(np.searchsorted(ends, n_chars))
+    return Border(document, n_chars - int(ends[document] - sizes[document]))
 
 
 def _before(sizes: Sizes, end: Border) -> Sizes:

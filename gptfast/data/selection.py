@@ -26,7 +26,7 @@ class Selection:
     dedupe: Dedupe | None = None
     """Which documents count as copies of an earlier one."""
     max_chars: int | None = None
-    """About how much text; whole documents where there are several."""
+    """How much text, to a hundredth."""
 
     def limits(self, n_names: int) -> tuple[float, ...]:
         """How many characters of each name are enough, as far as that can be known before."""
