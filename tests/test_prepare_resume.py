@@ -371,6 +371,31 @@ def test_another_process_at_work_is_left_alone(tmp_path: Path) -> None:
     assert only(tmp_path, theirs.name)
 
 
+def test_a_number_that_another_process_has_now_is_no_obstacle(tmp_path: Path) -> None:
+    """After a reboot: the process began after the file was last written."""
+    theirs = tmp_path / f".corpus.h5.{os.getppid()}.partial"
+    theirs.write_bytes(b"")
+    os.utime(theirs, (1_000_000_000, 1_000_000_000))
+    notes: list[str] = []
+    prepared(tmp_path, TEXT / "plain_small.txt", resume=True, note=notes.append)
+    assert only(tmp_path, "corpus.h5")
+    assert "nothing to resume" in notes[0]
+
+
+@pytest.mark.usefixtures("often")
+def test_what_is_gone_on_with_is_ours_before_it_is_written(tmp_path: Path) -> None:
+    """Another process must not sweep it meanwhile."""
+    assert killed(tmp_path, one_text(tmp_path), after=12, tokenizer="bytes")
+    for path in tmp_path.glob(".*"):
+        os.utime(path, (1_000_000_000, 1_000_000_000))
+    found = journal.find_unfinished(tmp_path / "corpus.h5")
+    assert found is not None
+    found.take_over(tmp_path / "corpus.h5")
+    ages = [time.time() - path.stat().st_mtime for path in tmp_path.glob(".*")]
+    assert len(ages) == 2
+    assert max(ages) < 60
+
+
 # real signals ------------------------------------------------------------------------------------
 
 SLOW = """

@@ -18,11 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from gptfast.data.job import Job
 from gptfast.data.layout import SPLITS
 
 _EVERY_S = 5.0
 """Between two points: what a kill can cost."""
+_CLOCKS_S = 2.0
+"""That the clocks of processes and of files may differ by."""
 _PARTIAL = ".partial"
 _JOURNAL = ".journal"
 
@@ -62,8 +66,9 @@ class Unfinished:
     def take_over(self, target: Path) -> None:
         """Have it carry the name of this process."""
         os.truncate(self.journal, self.n_journal_bytes)
-        self.partial.rename(partial_path(target))
-        self.journal.rename(journal_path(target))
+        for path, name in ((self.partial, partial_path), (self.journal, journal_path)):
+            path.touch()  # ours from now on, though its next ids may take a while
+            path.rename(name(target))
 
     @property
     def n_tokens(self) -> int:
@@ -93,7 +98,7 @@ def find_unfinished(target: Path) -> Unfinished | None:
 
 def at_work(target: Path) -> int | None:
     """The number of another process that makes `target`; None: there is none."""
-    others = (pid for pid, _ in _all_of(target) if pid != os.getpid() and _is_running(pid))
+    others = (pid for pid, path in _all_of(target) if pid != os.getpid() and _writes(pid, path))
     return next(others, None)
 
 
@@ -108,8 +113,10 @@ def sweep(target: Path, *, but: Unfinished | None = None) -> None:
 class Journal:
     """Keeps points, from time to time and on a thread: a disk takes its time to be sure."""
 
-    def __init__(self, path: Path, job: Job) -> None:
+    def __init__(self, path: Path, job: Job, *, has_points: bool) -> None:
         self.path = path
+        self.has_points = has_points
+        """Whether there is something to go on from."""
         self._job = job
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
@@ -148,6 +155,7 @@ class Journal:
             os.fsync(journal.fileno())
         if begins:
             sync_folder(self.path.parent)
+        self.has_points = True
 
 
 def sync_folder(folder: Path) -> None:
@@ -192,8 +200,7 @@ def _last_point(said: Sequence[dict[str, Any]]) -> Point:
 
 
 def _leavings(target: Path) -> Iterator[Path]:
-    # In a container each process may have the number of the one that was killed.
-    return (path for pid, path in _all_of(target) if pid == os.getpid() or not _is_running(pid))
+    return (path for pid, path in _all_of(target) if pid == os.getpid() or not _writes(pid, path))
 
 
 def _all_of(target: Path) -> Iterator[tuple[int, Path]]:
@@ -204,11 +211,11 @@ def _all_of(target: Path) -> Iterator[tuple[int, Path]]:
                 yield int(pid), path
 
 
-def _is_running(pid: int) -> bool:
+def _writes(pid: int, path: Path) -> bool:
+    """Whether the process still lives: after a reboot, and in a container, another may have its
+    number, which began after the file was last written.
+    """
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return bool(psutil.Process(pid).create_time() < path.stat().st_mtime + _CLOCKS_S)
+    except (psutil.NoSuchProcess, FileNotFoundError):
         return False
-    except PermissionError:
-        return True
-    return True

@@ -145,7 +145,8 @@ def prepare(
     name = tokenizer if isinstance(tokenizer, str) else tokenizer.name
     out = (out or default_out(sources, name)).absolute()
     scratch = check_target(out, force=force)
-    unfinished = _unfinished(out, resume=resume, note=note)
+    if resume and (pid := at_work(out)) is not None:
+        raise Refused(f"{out}: process {pid} is at work on it: wait for it, or stop it first")
     if not 0 <= val_fraction < 1:
         raise Refused(f"--val-fraction {val_fraction} is not in [0, 1): use 0.1, or 0 for no split")
     if isinstance(tokenizer, str) and not is_made_from_corpus(tokenizer):
@@ -194,6 +195,7 @@ def prepare(
             "--max-chars": selection.max_chars,
         }
         job = job_of(surveys, planned, tokenizer=tokenizer, options=options)
+        unfinished = _unfinished(out, resume=resume, note=note)
         _check_same(unfinished, job)
         draft = Draft(out, vocab_size=tokenizer.vocab_size, job=job, unfinished=unfinished)
         _check_room(draft, chosen, unfinished, note)
@@ -269,8 +271,6 @@ def _check_documents(surveys: Sequence[Survey], tokenizer: Tokenizer) -> None:
 
 def _unfinished(out: Path, *, resume: bool, note: Callable[[str], None]) -> Unfinished | None:
     """What to go on with."""
-    if resume and (pid := at_work(out)) is not None:
-        raise Refused(f"{out}: process {pid} is at work on it: wait for it, or stop it first")
     found = find_unfinished(out)
     if found is not None and not resume:
         note(

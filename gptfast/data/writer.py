@@ -97,7 +97,10 @@ class Draft:
         self.target = target
         self._partial = partial_path(target)
         self._splits = {name: _Growing() for name in SPLITS}
-        self._journal = None if job is None else Journal(journal_path(target), job)
+        self._journal: Journal | None = None
+        if job is not None:
+            begun = unfinished is not None
+            self._journal = Journal(journal_path(target), job, has_points=begun)
         self._unfinished = unfinished
         self._stack = contextlib.ExitStack()
         self._file: io.FileIO
@@ -220,6 +223,7 @@ class Draft:
                     }
                 )
             os.fsync(self._file.fileno())
+            self._stack.close()  # some systems give no other name to an open file
             self._partial.replace(self.target)
             sync_folder(self.target.parent)
 
@@ -252,7 +256,7 @@ class Draft:
     # going on --------------------------------------------------------------------------------
 
     def _has_points(self) -> bool:
-        return self._journal is not None and self._journal.path.exists()
+        return self._journal is not None and self._journal.has_points
 
     def _note(self, journal: Journal) -> None:
         point = Point(self.n_chunks, {name: _noted(self._splits[name]) for name in SPLITS})
