@@ -321,7 +321,7 @@ def export(
 def import_(
     app: App, *, file: Path, out: Path, tokenizer: str | None, force: bool, as_json: bool
 ) -> None:
-    """Make a data file of another program's token files, ids as they are.
+    """Make a data file of token files, ids as they are.
 
     Training reads such files where they lie, too. A data file of its own also has the tokenizer,
     where documents begin, and checksums.
