@@ -240,7 +240,8 @@ def test_other_ids_stop_the_command(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One line that names the source and the place; nothing is left behind."""
-    for name in ("a.txt", "b.txt"):
+    names = ("a.txt", "b.txt", "c.txt")
+    for name in names:
         (tmp_path / name).write_text(f"This is {name}, you see. " * 10)
 
     def loaded(bpe: Bpe) -> SimpleNamespace:
@@ -251,14 +252,14 @@ def test_other_ids_stop_the_command(
 
     monkeypatch.setattr(encoders, "_loaded", loaded)
     with pytest.raises(GptfastError) as caught:
-        prepared(tmp_path, tmp_path / "a.txt", tmp_path / "b.txt", encoder="gigatoken")
+        prepared(tmp_path, tmp_path, encoder="gigatoken")
     assert str(caught.value) == (
-        f"{tmp_path / wrong}: document {'ab'.index(wrong[0]) + 1} of 2: gigatoken gives other ids "
+        f"{tmp_path / wrong}: document {names.index(wrong) + 1} of 3: gigatoken gives other ids "
         f"than tiktoken for {f'This is {wrong}, you see. '!r}: use --encoder tiktoken"
     )
-    assert only(tmp_path, "a.txt", "b.txt")
-    result, _ = prepared(tmp_path, tmp_path / "a.txt", tmp_path / "b.txt", encoder="tiktoken")
-    assert result.n_documents == 2
+    assert only(tmp_path, *names)
+    result, _ = prepared(tmp_path, tmp_path, encoder="tiktoken")
+    assert result.n_documents == 3
 
 
 def test_the_option(tmp_path: Path) -> None:

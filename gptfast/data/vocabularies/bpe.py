@@ -131,23 +131,24 @@ class Bpe:
 
 def unreachable(ranks: Mapping[bytes, int]) -> bytes | None:
     """A token that merging never makes in one last step from two others; None: there is none."""
-    for token, rank in ranks.items():
-        if len(token) > 2 and len(_merged(token, ranks, below=rank)) != 2:
+    for token in ranks:
+        if len(token) > 2 and len(before_last_merge(token, ranks)) != 2:
             return token
     return None
 
 
-def _merged(token: bytes, ranks: Mapping[bytes, int], *, below: int) -> list[bytes]:
-    """What becomes of the bytes of a token by the merges `below` a rank."""
+def before_last_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, ...]:
+    """What the merges of lower ranks make of the bytes of a token: two, if it can be reached."""
     parts = [token[n : n + 1] for n in range(len(token))]
+    own = ranks[token]
     while len(parts) > 1:
-        pairs = [ranks.get(a + b, below) for a, b in itertools.pairwise(parts)]
+        pairs = [ranks.get(a + b, own) for a, b in itertools.pairwise(parts)]
         lowest = min(pairs)
-        if lowest >= below:
+        if lowest >= own:
             break
         at = pairs.index(lowest)
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts
+    return tuple(parts)
 
 
 def without_surrogates(text: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gptfast.data.vocabularies.bpe import PATTERNS, Bpe, printable_bytes, unreachable
+from gptfast.data.vocabularies.bpe import PATTERNS, Bpe, before_last_merge, printable_bytes
 from gptfast.data.vocabularies.hugging_face import HuggingFace
 from gptfast.errors import Refused
 
@@ -102,12 +102,16 @@ def _as_bpe(name: str, content: Mapping[str, Any], separator: str | None) -> Bpe
     words = {word: i for word, i in model["vocab"].items() if word not in special_tokens}
     if not all(byte_of.keys() >= set(word) for word in words):
         return None
-    merged = [words.get("".join(_pair(merge)), -1) for merge in model["merges"]]
-    longer = {i for word, i in words.items() if len(word) > 1}
-    if merged != sorted(merged) or set(merged) != longer or len(words) - len(longer) != 256:
-        return None
     ranks = {bytes(byte_of[c] for c in word): i for word, i in words.items()}
-    if unreachable(ranks) is not None:
+    merges = [tuple(bytes(byte_of[c] for c in part) for part in _pair(m)) for m in model["merges"]]
+    merged = [ranks.get(b"".join(pair), -1) for pair in merges]
+    known = set(merges)
+    longer = [token for token in ranks if len(token) > 1]
+    if (
+        merged != sorted(merged)
+        or len(ranks) - len(longer) != 256
+        or not all(before_last_merge(token, ranks) in known for token in longer)
+    ):
         return None
     return Bpe(
         name, pattern=pattern, ranks=ranks, special_tokens=special_tokens, separator=separator
