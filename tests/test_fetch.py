@@ -186,6 +186,21 @@ def test_an_unreachable_address_is_one_line(
         fetch("http://127.0.0.1:9/x", tmp_path / "x", sha256=None, note=[].append)
 
 
+def test_a_cache_that_cannot_be_written_to_is_one_line(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    with pytest.raises(GptfastError, match=r"kept: cannot be written to \(File exists\)"):
+        fetched(site, tmp_path)
+    assert site.asked == []
+
+
+def test_what_is_there_needs_no_writing(tmp_path: Path) -> None:
+    """As in a cache that many share."""
+    path = tmp_path / "file"
+    path.touch()
+    fetch("http://127.0.0.1:9/file", path, sha256=None, note=print)
+    assert only(tmp_path, "file")
+
+
 def test_two_processes_fetch_a_file_once(site: Site, tmp_path: Path) -> None:
     results: list[Any] = []
     threads = [

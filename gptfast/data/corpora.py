@@ -61,9 +61,9 @@ class KnownCorpus:
                 size_of(f"{self.folder}/{file}") - Partial(self.place(file, cache_dir)).n_bytes
                 for file in missing
             )
-            folder = self.place("", cache_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            check_room(folder, n_bytes, what=self.name)
+            folders = self.place(self.files[0], cache_dir).absolute().parents
+            standing = next(folder for folder in folders if folder.exists())
+            check_room(standing, n_bytes, what=self.name)
 
 
 def known() -> dict[str, KnownCorpus]:

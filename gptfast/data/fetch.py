@@ -6,6 +6,7 @@ huggingface_hub resumes from its own hub only.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.client
 import json
@@ -15,7 +16,7 @@ import shutil
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.client import HTTPMessage
 from pathlib import Path
 from typing import IO
@@ -52,12 +53,34 @@ def fetch(address: str, path: Path, *, sha256: str | None, note: Callable[[str],
     Raises:
         GptfastError: the address does not answer or has another file; the disk has no room.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_name(f"{path.name}.lock")):
+    if path.exists():
+        return
+    with only_one(path):
         if not path.exists():
             partial = Partial(path, note)
             stated = _in_attempts(address, partial, note)
             partial.finish(address, sha256 or stated)
+
+
+@contextlib.contextmanager
+def only_one(path: Path) -> Iterator[None]:
+    """One process makes a file of the cache, the others wait.
+
+    Raises:
+        GptfastError: its folder cannot be written to.
+    """
+    lock = FileLock(path.with_name(f"{path.name}.lock"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        raise GptfastError(
+            f"{path.parent}: cannot be written to ({error.strerror}): {_ADVICE}"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _in_attempts(address: str, partial: Partial, note: Callable[[str], None]) -> str | None:

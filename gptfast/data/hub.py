@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from filelock import FileLock
-
+from gptfast.data.fetch import only_one
 from gptfast.errors import GptfastError, Refused
 
 PREFIX = "hf:"
@@ -105,8 +104,9 @@ def keep_in_cache(
     wanted = json.dumps([fixed.name, commit, fixed.config, fixed.split, column, max_chars])
     name = f"{fixed.name.replace('/', '--')}-{hashlib.sha256(wanted.encode()).hexdigest()[:12]}"
     path = cache_dir / "hub" / f"{name}.jsonl.zst"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_name(f"{path.name}.lock")):
+    if path.exists():
+        return path, commit
+    with only_one(path):
         if not path.exists():
             try:
                 _fetch(_Stream(fixed, column), path, max_chars=max_chars, note=note)
