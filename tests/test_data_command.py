@@ -589,6 +589,13 @@ def test_a_failed_export_leaves_what_was_there(
     assert contents(here / "n") == before
 
 
+def test_what_a_killed_export_left_goes_with_the_next(made: Path, here: Path, data: Data) -> None:
+    (here / "n").mkdir()
+    (here / "n/.train.bin.999999999.partial").write_bytes(b"cut")
+    data("export", made / "rows.h5", "--format=nanogpt", "--out=n")
+    assert only(here / "n", "train.bin", "val.bin")
+
+
 def test_a_split_that_is_missing_is_said(made: Path, here: Path) -> None:
     with Store.open(write_foreign(here / "t.h5", [1, 2])) as store:
         assert "has no split val" in export(store, here / "n", format="nanogpt", name="x").notes[0]

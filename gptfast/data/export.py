@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 
 from gptfast.data.foreign import GPT2, HEADER_INTS, LLAMA3, Vocabulary
-from gptfast.data.journal import sweep, sync_folder
+from gptfast.data.journal import partial_path, sweep, sync_folder
 from gptfast.data.nanogpt_meta import META, written_meta
 from gptfast.data.store import Store
 from gptfast.errors import GptfastError, Refused
@@ -259,7 +259,7 @@ def _check_room(folder: Path, n_bytes: int) -> None:
 @contextlib.contextmanager
 def _written_together(folder: Path, names: list[str]) -> Iterator[dict[str, Path]]:
     """Where to write each file; all get their names at the end, or none."""
-    partials = {name: folder / f".{name}.{os.getpid()}.partial" for name in names}
+    partials = {name: partial_path(folder / name) for name in names}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in names:
