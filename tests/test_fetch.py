@@ -63,7 +63,7 @@ def test_a_dropped_download_goes_on(site: Site, tmp_path: Path) -> None:
 
 
 def test_how_far_it_is_is_told(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch_module, "_TELL_S", 0)
+    monkeypatch.setattr(fetch_module, "TELL_S", 0)
     _, notes = fetched(site, tmp_path)
     told = [re.fullmatch(r"file: ([\d,]+) of 300,000 bytes", line) for line in notes[1:]]
     places = [int(found[1].replace(",", "")) for found in told]

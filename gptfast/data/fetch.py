@@ -31,7 +31,7 @@ _ATTEMPTS = 6
 _WAIT_S = 1.0
 """Before the second attempt; each further wait is twice as long."""
 _BLOCK = 1 << 18
-_TELL_S = 10.0
+TELL_S = 10.0
 """Between two lines on how far it is."""
 _HEADERS = {"User-Agent": "gptfast", "Accept-Encoding": "identity"}
 _ADVICE = "free space, or set GPTFAST_CACHE to a folder elsewhere"
@@ -213,7 +213,7 @@ class Partial:
         told = time.monotonic()
         with self._content.open("ab") as file:
             while block := response.read1(_BLOCK):
-                if time.monotonic() - told >= _TELL_S:
+                if time.monotonic() - told >= TELL_S:
                     told = time.monotonic()
                     self._note(f"{self._path.name}: {file.tell():,} of {total:,} bytes")
                 try:

@@ -16,12 +16,13 @@ import json
 import os
 import re
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from gptfast.data.fetch import only_one
+from gptfast.data.fetch import TELL_S, only_one
 from gptfast.errors import GptfastError, Refused
 
 PREFIX = "hf:"
@@ -129,6 +130,7 @@ def _fetch(
         place = json.loads(kept.read_text())
         stream.go_to(place["stream"])
         note(f"{stream.label}: {place['n_chars']:,} characters of it are here already")
+    told = time.monotonic()
     with partial.open("ab") as file:
         file.truncate(place["n_bytes"])
         for frame in _frames(stream, place["n_chars"], max_chars):
@@ -139,6 +141,9 @@ def _fetch(
             beside = kept.with_suffix(".new")
             beside.write_text(json.dumps(place))
             beside.replace(kept)
+            if time.monotonic() - told >= TELL_S:
+                told = time.monotonic()
+                note(f"{stream.label}: {frame.n_chars:,} characters")
     partial.replace(path)
     kept.unlink(missing_ok=True)
 
