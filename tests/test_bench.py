@@ -123,7 +123,8 @@ def test_a_ladder_in_real_processes(
     with gzip.open(tmp_path / "kept" / "traces" / parts["trace"]) as trace:
         names = {event.get("name") for event in json.load(trace)["traceEvents"]}
     assert {"forward", "backward", "optimizer", "data", "aten::mm"} <= names
-    assert "with-paced.json.gz" in {path.name for path in (tmp_path / "kept" / "traces").iterdir()}
+    for picture in ("ladder.svg", "breakdown.svg"):
+        assert "+ paced" in (tmp_path / "kept" / picture).read_text()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="process groups")

@@ -264,6 +264,7 @@ def _measured(
             sitting.seat(again, beside=[baseline])
         attempts = [baseline, *seat_all(sitting, baseline)]
         sitting.finish()
+        after = there.look()  # at once, before clocks and temperature fall
         closing = sitting.alone(baseline)
         sitting.dismiss()
     control = control_of(again, baseline, protocol)
@@ -273,7 +274,7 @@ def _measured(
         started=started,
         machine=facts,
         before=before,
-        after=there.look(),
+        after=after,
         foreign_cpus=foreign_cpus(baseline),
         profile=there.profile.model_dump(mode="json"),
         protocol=protocol,

@@ -212,6 +212,7 @@ class Bench:
     machine: MachineFacts
     before: Conditions
     after: Conditions
+    """At the end of the last round."""
     foreign_cpus: float | None
     """Median number of cores that others kept busy in the baseline's rounds."""
     profile: dict[str, Any]
