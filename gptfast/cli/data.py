@@ -40,7 +40,7 @@ def _tokenizer_option(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--tokenizer",
         metavar="NAME",
-        help="What made the ids, for a file that does not say.",
+        help="What made the ids, as for prepare, where the file does not say.",
     )(function)
 
 
