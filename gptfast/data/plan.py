@@ -132,7 +132,7 @@ def _parts(
     is_mix: bool,
 ) -> Iterator[Part]:
     """The first `n_chars` of the sources, as if they were one."""
-    joined = np.concatenate(group)
+    joined = group[0] if len(group) == 1 else np.concatenate(group)
     end = _end(joined, n_chars)
     train_end = _train_end(_before(joined, end), end, val_fraction, is_mix=is_mix)
     for sizes, copied in zip(group, flags, strict=True):
@@ -153,30 +153,39 @@ def _end(sizes: Sizes, n_chars: int) -> Border:
     """Where `n_chars` have been taken."""
     if n_chars >= sizes.sum():
         return Border(len(sizes), 0)
-    (present,) = np.nonzero(sizes)
-    if len(present) == 1:
+    first, last = _first_and_last(sizes)
+    if first == last:
         return _inside(sizes, n_chars)
-    return _nearest(sizes, n_chars, first=present[0], last=present[-1], slack=_MISSED * n_chars)
+    return _nearest(sizes, n_chars, first=first, last=last, slack=_MISSED * n_chars)
 
 
 def _train_end(sizes: Sizes, end: Border, val_fraction: float, *, is_mix: bool) -> Border:
     """`sizes`: of what is taken. Of two documents or more each split gets one."""
     total = int(sizes.sum())
     n_train = (1 - val_fraction) * total
-    (present,) = np.nonzero(sizes)
-    if len(present) == 1:
+    first, last = _first_and_last(sizes)
+    if first == last:
         return _inside(sizes, int(n_train))
     if val_fraction == 0:
         return end
     slack = _MISSED * min(n_train, total - n_train) if is_mix else math.inf
-    return _nearest(sizes, n_train, first=present[0], last=present[-1] - 1, slack=slack)
+    return _nearest(sizes, n_train, first=first, last=last - 1, slack=slack)
+
+
+def _first_and_last(sizes: Sizes) -> tuple[int, int]:
+    """Of the documents that are not empty."""
+    present = sizes > 0
+    return int(np.argmax(present)), len(sizes) - 1 - int(np.argmax(present[::-1]))
 
 
 def _nearest(sizes: Sizes, n_chars: float, *, first: int, last: int, slack: float) -> Border:
     """From behind the document `first` to behind `last`; in one of them, if all are too far off."""
-    off = np.abs(np.cumsum(sizes)[first : last + 1] - n_chars)
-    nearest = int(np.argmin(off))
-    return _inside(sizes, int(n_chars)) if off[nearest] > slack else Border(first + 1 + nearest, 0)
+    ends = np.cumsum(sizes)[first : last + 1]
+    behind = min(int(np.searchsorted(ends, n_chars)), len(ends) - 1)
+    nearest = min(max(0, behind - 1), behind, key=lambda at: abs(int(ends[at]) - n_chars))
+    if abs(int(ends[nearest]) - n_chars) > slack:
+        return _inside(sizes, int(n_chars))
+    return Border(first + 1 + nearest, 0)
 
 
 def _inside(sizes: Sizes, n_chars: int) -> Border:
@@ -189,9 +198,11 @@ def _inside(sizes: Sizes, n_chars: int) -> Border:
 
 def _before(sizes: Sizes, end: Border) -> Sizes:
     """Characters of each document that stand before `end`."""
+    if end.document >= len(sizes):
+        return sizes
     taken = sizes.copy()
     taken[max(0, end.document) :] = 0
-    if 0 <= end.document < len(sizes):
+    if end.document >= 0:
         taken[end.document] = min(int(sizes[end.document]), end.char)
     return taken
 
