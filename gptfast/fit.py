@@ -111,10 +111,11 @@ def _fits(
     fitted = True
     try:
         with Trainer(
-            profile.replace({"train.micro_batch": windows}),
+            profile,
             hooks=Hooks([*plugins, guard], note=lambda line: None),
             machine=machine,
             store=store,
+            fits=windows,
         ) as trainer:
             for _ in range(STEPS):
                 trainer.one_step()

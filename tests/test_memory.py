@@ -236,6 +236,17 @@ def test_the_answer_is_that_of_this_profile(train: Train, tmp_path: Path, capsys
     assert "(tried 12, 3, 4, 6)" in said.out + said.err
 
 
+def test_a_plugin_that_sets_the_micro_batch_is_kept_within_what_fits(
+    train: Train, tmp_path: Path, capsys: Captured
+) -> None:
+    whole = ("--set", "plugins.accumulate.steps=1")
+    assert train("--run", "one", *AUTO, *room(5), *whole) == 0
+    said = capsys.readouterr()
+    assert "4 windows at a time fit into memory" in said.out + said.err
+    assert "goes on with" not in said.out + said.err
+    assert Run(tmp_path / "runs" / "one").latest().meta["fits"] == 4
+
+
 def test_a_cache_that_cannot_be_written_stops_nothing(
     train: Train, tmp_path: Path, capsys: Captured
 ) -> None:
