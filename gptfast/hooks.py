@@ -57,6 +57,7 @@ class Hooks:
         self._recover = overriding["recover"]
         self._before_step = overriding["before_step"]
         self._step = overriding["step"]
+        self._agree = overriding["agree"]
         self._eval_scope = overriding["eval_scope"]
         self._evaluated = overriding["evaluated"]
         self._load_state = overriding["load_state"]
@@ -140,6 +141,14 @@ class Hooks:
 
     def step(self, event: Stepped) -> Want:
         return _ask("step", self._step, lambda p: p.step(event))
+
+    @property
+    def can_agree(self) -> bool:
+        """Whether a plugin joins this process to others."""
+        return bool(self._agree)
+
+    def agree(self, stop: bool) -> bool | None:
+        return _own("agree", self._agree, lambda p: p.agree(stop))
 
     def eval_scope(self) -> AbstractContextManager[object]:
         return _surround("eval_scope", self._eval_scope, lambda p: p.eval_scope())

@@ -10,11 +10,14 @@ from pathlib import Path
 import torch
 
 from gptfast.errors import Refused
+from gptfast.place import ALONE, Place
 from gptfast.plugin import Machine
 
 
-def find_machine(device: str = "auto") -> Machine:
+def find_machine(device: str = "auto", *, place: Place = ALONE) -> Machine:
     """The machine for `--device`: cuda, then mps, then cpu for "auto".
+
+    Of several processes each gets the GPU of its number, unless `device` names one.
 
     Raises:
         Refused: torch sees no such device.
@@ -33,9 +36,11 @@ def find_machine(device: str = "auto") -> Machine:
             f"--device {device}: torch {torch.__version__} sees no such device: use auto or {there}"
         )
     if kind == "cuda":
-        chosen = torch.device("cuda", int(index or 0))
-        return Machine(chosen, torch.cuda.get_device_name(chosen))
-    return Machine(torch.device(kind), _cpu_name() if kind == "cpu" else "Apple GPU")
+        chosen = torch.device("cuda", int(index or place.local_rank))
+        name = torch.cuda.get_device_name(chosen)
+        return Machine(chosen, name, place.rank, place.world)
+    name = _cpu_name() if kind == "cpu" else "Apple GPU"
+    return Machine(torch.device(kind), name, place.rank, place.world)
 
 
 def synchronize(device: torch.device) -> None:

@@ -401,6 +401,13 @@ class Plugin:
         """Observer, after every optimizer step."""
         return Want.NOTHING
 
+    def agree(self, stop: bool) -> bool | None:
+        """Owner, after every step of a run of several processes: whether any of them is to stop.
+
+        None: not this plugin's job.
+        """
+        return None
+
     def eval_scope(self) -> AbstractContextManager[object]:
         """Scope: an evaluation or a sample; weights may be swapped inside."""
         return nullcontext()

@@ -23,11 +23,12 @@ from gptfast.fit import windows_that_fit
 from gptfast.hooks import Hooks
 from gptfast.machine import find_machine, measure_matmul_peak, peak_dtype
 from gptfast.model import count_parameters, flops_per_token
+from gptfast.place import ALONE, Place
 from gptfast.plugin import Machine, Profile
 from gptfast.provenance import git_commit, versions
 from gptfast.report import Finished, Listener, PluginLine, RunInfo
 from gptfast.runs import Resumable, Run, free_name, newest_name, only_writer, run_folder
-from gptfast.signals import signals_stop
+from gptfast.signals import GRACE_S, GRACE_TOGETHER_S, signals_stop
 from gptfast.trainer import Trainer
 
 GPT2_VOCABULARY = 50_257
@@ -79,17 +80,25 @@ class Setting:
 
 @contextmanager
 def opened(
-    loaded: Loaded, *, device: str, asked: Sequence[str], checkpoint: Checkpoint | None = None
+    loaded: Loaded,
+    *,
+    device: str,
+    place: Place = ALONE,
+    asked: Sequence[str],
+    checkpoint: Checkpoint | None = None,
 ) -> Iterator[Setting]:
     """Find the machine and open the data.
 
     Args:
+        place: which of a run's processes this one is.
         checkpoint: what is to be resumed, which must have been trained on these data.
 
     Raises:
-        Refused: there is no such device, or the data cannot be read or are others.
+        Refused: there is no such device, the data cannot be read or are others, or the batch cannot
+            be shared out.
     """
-    machine = find_machine(device)
+    machine = find_machine(device, place=place)
+    check_shares(loaded.profile, place)
     with Store.open(Path(loaded.profile.data.path)) as store:
         if checkpoint is not None:
             check_data(checkpoint, store)
@@ -104,6 +113,7 @@ def train(
     resume: bool = False,
     stop_at: int | None = None,
     device: str = "auto",
+    place: Place = ALONE,
     asked: Sequence[str] = (),
     command: Sequence[str] = (),
     folder: Path,
@@ -116,6 +126,7 @@ def train(
         run: name of the run, or a path; None: the profile's name, numbered where it is taken.
         resume: go on from the newest checkpoint of the run.
         stop_at: stop after this step, as if interrupted there.
+        place: which of the run's processes this one is. The first keeps the run.
         asked: plugins that must be supported here, whatever the profile says.
         command: the command line, kept with the run.
         cache: folder in which what was found out about this machine is kept; None: nowhere.
@@ -130,29 +141,40 @@ def train(
     with ExitStack() as stack:
         profile_name = loaded.profile.name
         name = run or (newest_name if resume else free_name)(profile_name, parent=runs)
-        place = run_folder(name, parent=runs)
-        stack.enter_context(only_writer(place))
-        found = Run.resumed(place).newest_intact() if resume else None
+        keeper = place.rank == 0
+        at = run_folder(name, parent=runs)
+        if keeper:
+            stack.enter_context(only_writer(at))
+        found = Run.resumed(at).newest_intact() if resume else None
         checkpoint = found.checkpoint if found else None
         setting = stack.enter_context(
-            opened(loaded, device=device, asked=asked, checkpoint=checkpoint)
+            opened(loaded, device=device, place=place, asked=asked, checkpoint=checkpoint)
         )
         profile, machine, store = setting.profile, setting.machine, setting.store
         selection = setting.select()
-        if found is None:
-            kept = Run.create(place, profile_toml=profile.to_toml())
-        else:
-            kept = Run(place)
+        hooks = Hooks(selection.enabled, note=listener.note)
+        if machine.world > 1 and not hooks.can_agree:
+            raise Refused(
+                f"{machine.world} processes and no plugin that joins them: use --plugin ddp, or "
+                "start one process"
+            )
+        kept = None
+        if keeper and found:
+            kept = Run(at)
             _resume(kept, found, setting, note=listener.note)
+        elif keeper:
+            kept = Run.create(at, profile_toml=profile.to_toml())
         for warning in [*registry.shadowed(registry.discover()), *doubts(profile)]:
             listener.note(warning)
+        if "val" not in store.splits:
+            listener.note(f"{store.path} has no validation split: evaluation is off")
         fits = _kept_fit(checkpoint, profile) if checkpoint else None
         if fits is None:
             fits = setting.fits(cache=cache, note=listener.note)
         peak = measure_matmul_peak(machine.device, peak_dtype(machine.device))
         trainer = Trainer(
             profile,
-            hooks=Hooks(selection.enabled, note=listener.note),
+            hooks=hooks,
             machine=machine,
             store=store,
             run=kept,
@@ -162,7 +184,8 @@ def train(
             fits=fits,
             sessions=_sessions(checkpoint, command, git_commit(folder)),
         )
-        with signals_stop(trainer) as caught:
+        grace_s = GRACE_S if machine.world == 1 else GRACE_TOGETHER_S
+        with signals_stop(trainer, grace_s=grace_s) as caught:
             try:
                 with trainer:
                     listener.started(run_info(trainer, selection, kept, peak))
@@ -171,7 +194,7 @@ def train(
                 if caught:
                     raise _stopped(trainer, caught[0], name) from None
                 raise
-        finished = _finished(trainer, kept, seconds=time.perf_counter() - start)
+        finished = _finished(trainer, at, seconds=time.perf_counter() - start)
         listener.finished(finished)
         if caught:
             raise _stopped(trainer, caught[0], name)
@@ -205,7 +228,7 @@ def _sessions(
     return [*before, now]
 
 
-def _finished(trainer: Trainer, run: Run, *, seconds: float) -> Finished:
+def _finished(trainer: Trainer, folder: Path, *, seconds: float) -> Finished:
     progress = trainer.progress
     incomplete = progress.step < trainer.profile.train.steps
     return Finished(
@@ -215,14 +238,16 @@ def _finished(trainer: Trainer, run: Run, *, seconds: float) -> Finished:
         val_loss=progress.val_loss,
         best_val_loss=None if progress.best_step is None else progress.best_loss,
         stopped_by=(trainer.stop_reason or "--stop-at") if incomplete else None,
-        folder=str(run.folder),
+        folder=str(folder),
     )
 
 
 def _stopped(trainer: Trainer, signum: int, name: str) -> Stopped:
     """What to tell after a signal: which step is saved, and how to go on."""
     saved, again = trainer.saved_step, f"gptfast train --resume --run {name}"
-    if saved is None:
+    if trainer.kept_in is None:
+        said = f"after step {trainer.progress.step}, which the first of the processes saves"
+    elif saved is None:
         said = "before a first step was finished; nothing was saved: start again"
     elif saved < trainer.profile.train.steps:
         said = f"after step {saved}, which is saved: go on with {again}"
@@ -249,6 +274,22 @@ def with_vocabulary(profile: Profile, store: Store) -> Profile:
     vocabulary = asked or stored or GPT2_VOCABULARY
     store.check_ids(vocabulary)
     return profile.replace({"model.vocab_size": vocabulary})
+
+
+def check_shares(profile: Profile, place: Place) -> None:
+    """Raises Refused where several processes cannot share out the windows of a step."""
+    size, world = profile.train.batch_size, place.world
+    if size % world:
+        below, above = size // world * world, (size // world + 1) * world
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise Refused(
+            f"train.batch_size = {size} cannot be shared out among {world} processes: use {nearest}"
+        )
+    if world > 1 and profile.train.micro_batch == "auto":
+        raise Refused(
+            'train.micro_batch = "auto" tries what fits in one process alone, and there are '
+            f"{world}: give a number"
+        )
 
 
 def doubts(profile: Profile) -> list[str]:

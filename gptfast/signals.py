@@ -11,8 +11,10 @@ from types import FrameType
 
 from gptfast.trainer import Trainer
 
-GRACE_S = 5.0
+GRACE_S = 3.0
 """What a step, a compilation or an evaluation may still take after the first signal."""
+GRACE_TOGETHER_S = 25.0
+"""The same where several processes train: one waits for what the others are in, too."""
 AGAIN_S = 0.2
 
 

@@ -98,8 +98,10 @@ class Trainer:
         self.stop_reason: str | None = None
         """What ends the run before its last step."""
         self.fits = fits
+        self._agreed = False
         self._interrupted = False
         self._half_done = False
+        self._rewind: Callable[[], None] | None = None
         self._saving = False
         self._checkpoint = checkpoint
         self._peak_flops = peak_flops
@@ -176,13 +178,16 @@ class Trainer:
         until = steps if until is None else min(until, steps)
         try:
             self._evaluate_resumed()
-            while self.progress.step < until and self.stop_reason is None:
+            while self.progress.step < until and not self._ended:
                 self._after(self.one_step(), last=self.progress.step == until)
             self.journal.flush()
         except NotFinite:
             raise
         except (Exception, KeyboardInterrupt) as error:
             self._save_after_error()
+            if self._interrupted and (self.saved_step or 0) == self.progress.step:
+                # A signal reaches compilers and workers too, and their end is no error then.
+                raise KeyboardInterrupt from error
             if is_out_of_memory(error) and not isinstance(error, GptfastError):
                 where = f"{self.machine.name}, after step {self.progress.step}"
                 raise out_of_memory(self.profile, where=where) from error
@@ -209,6 +214,7 @@ class Trainer:
         waited = time.perf_counter()
         batch = self.source.next()
         self.journal.waited += time.perf_counter() - waited
+        self._rewind = rewinds(self.machine.device)
         loss = self._repeated_in_need(lambda: self._gradients(batch))
         self.stepper.unscale(self.optimizer)
         update = Update(self.progress.step + 1, loss, self._clip())
@@ -217,7 +223,7 @@ class Trainer:
         want = self.hooks.before_step(update)
         factor = lr_factor(self.profile.train, self.progress.committed + 1)
         set_rates(self.optimizer, factor)
-        self._half_done = True
+        self._half_done, self._rewind = True, None
         committed = False
         if Want.SKIP in want:
             self.stepper.skip(self.optimizer)
@@ -308,7 +314,7 @@ class Trainer:
         """Log, then save -> evaluate -> sample -> stop: a failing evaluation loses nothing."""
         train, step = self.profile.train, self.progress.step
         self._note_stop(want)
-        stopped = self.stop_reason is not None
+        stopped = self._agreed_to_stop()
         ends = step == train.steps or (stopped and not self._interrupted)
         evaluates = self._has_val and (ends or due(train.eval_interval, step) or Want.EVAL in want)
         self.progress.evaluates = evaluates
@@ -336,6 +342,20 @@ class Trainer:
         if Want.STOP in want and self.stop_reason is None:
             self.stop_reason = "a plugin"
 
+    def _agreed_to_stop(self) -> bool:
+        """Whether the run stops here; of several processes all do where one is to."""
+        self._agreed = self.stop_reason is not None
+        if self.hooks.can_agree and self.hooks.agree(self._agreed):
+            if self.stop_reason is None:
+                self.interrupt("another process")
+            self._agreed = True
+        return self._agreed
+
+    @property
+    def _ended(self) -> bool:
+        """One process of several goes on until all know that it stops."""
+        return self._agreed if self.hooks.can_agree else self.stop_reason is not None
+
     @contextmanager
     def _uncut(self) -> Iterator[None]:
         """Signals wait until what is inside is done."""
@@ -360,14 +380,16 @@ class Trainer:
         Weights, optimizer, progress and what the observers count change between the call of the
         stepper and the last observer: an error in there may leave half an update, and nothing is
         saved. Before it, in the forward and backward pass of the next step, they are those of the
-        last one; random numbers may have been drawn, so that dropout goes on with others. After it
-        all observers have seen the step, also those behind a failing one. Evaluations and samples,
-        which may swap weights, only begin once the step is saved. A loss that is not finite is
-        found by the flush. Older checkpoints stay: what failed may have spoilt more than it said.
+        last one, and the random numbers that it has drawn are drawn again. After it all observers
+        have seen the step, also those behind a failing one. Evaluations and samples, which may swap
+        weights, only begin once the step is saved. A loss that is not finite is found by the flush.
+        Older checkpoints stay: what failed may have spoilt more than it said.
         """
         step = self.progress.step
         if self.kept_in is None or self._half_done or self._tried_step == step:
             return
+        if self._rewind is not None:
+            self._rewind()
         try:
             with self._uncut():
                 self.journal.flush()
@@ -429,7 +451,10 @@ class Trainer:
         progress = self.progress
         if not progress.evaluates:
             return
-        logged = self.kept_in.metrics() if self.kept_in is not None else []
+        run = self.kept_in
+        if run is None and self._checkpoint is not None:  # another process keeps it
+            run = Run(self._checkpoint.folder.parent.parent)
+        logged = run.metrics() if run is not None else []
         known = [r for r in logged if r["kind"] == "eval" and r["step"] == progress.step]
         if known:
             record = {key: value for key, value in known[-1].items() if key != "kind"}

@@ -6,7 +6,7 @@ import itertools
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "chunked-loss": {"chunk_tokens": 24},
     "compile": {"backend": "aot_eager"},
     "cudnn-benchmark": {},
+    "ddp": {},
     "ema": {},
     "eval-cadence": {},
     "flash": {},
@@ -85,14 +86,21 @@ def skip_unless_checked(promises: list[Promise]) -> None:
             pytest.skip(promise.detail)
 
 
+def resumes_in(promises: list[Promise]) -> int:
+    return sum("resume" in p.name and p.verdict is Verdict.KEPT for p in promises)
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [*ROWS.items(), *MORE_ROWS],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_shipped_plugin_keeps_its_promises(name: str, options: dict[str, Any]) -> None:
+def test_a_shipped_plugin_keeps_its_promises(
+    name: str, options: dict[str, Any], tally: Callable[..., None]
+) -> None:
     promises = check_plugin(name, options)
     assert broken(promises) == []
+    tally("resumes compared", resumes_in(promises))
     skip_unless_checked(promises)
 
 
@@ -122,10 +130,11 @@ MORE_PAIRS = [("activation-checkpointing", "compile"), ("amp", "compile")]
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_pair_trains_resumes_and_commutes_or_declares_a_conflict(
-    first: str, second: str, rows: dict[str, dict[str, Any]]
+    first: str, second: str, rows: dict[str, dict[str, Any]], tally: Callable[..., None]
 ) -> None:
     promises = check_pair((first, rows[first]), (second, rows[second]))
     assert broken(promises) == []
+    tally("resumes compared", resumes_in(promises))
     skip_unless_checked(promises)
 
 

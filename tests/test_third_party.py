@@ -167,6 +167,10 @@ class EveryHook(Plugin):
         self.say("recover")
         return profile
 
+    def agree(self, stop):
+        self.say("agree")
+        return None
+
     def before_step(self, event):
         self.say("before_step")
         return Want.NOTHING

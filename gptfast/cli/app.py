@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gptfast.console import Console, Look
+from gptfast.place import Place
 
 
 @dataclass
@@ -21,6 +22,7 @@ class App:
     """Base of relative paths on the command line."""
     arguments: tuple[str, ...] = ()
     """The command line, without the program's name."""
+    environ: Mapping[str, str] = field(default_factory=dict)
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -32,7 +34,16 @@ class App:
             console=Console(sys.stdout, sys.stderr, _look(environ, folder)),
             cache_dir=_cache_dir(environ),
             folder=folder,
+            environ=environ,
         )
+
+    def place(self) -> Place:
+        """Which of a run's processes this one is.
+
+        Raises:
+            Refused: the environment names an impossible one.
+        """
+        return Place.from_environment(self.environ)
 
 
 def _look(environ: Mapping[str, str], folder: Path) -> Look:

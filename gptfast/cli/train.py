@@ -71,20 +71,22 @@ def command(
             )
         _verify_resume(app, loaded, device=device, asked=asked, as_json=as_json)
         return
-    with app.console.training(plain=plain or as_json) as listener:
+    place = app.place()
+    with app.console.training(plain=plain or as_json, silent=place.rank > 0) as listener:
         finished = train(
             loaded,
             run=run,
             resume=resume,
             stop_at=stop_at,
             device=device,
+            place=place,
             asked=asked,
             command=("gptfast", *app.arguments),
             folder=app.folder,
             cache=app.cache_dir,
             listener=listener,
         )
-    if as_json:
+    if as_json and place.rank == 0:
         app.console.json(finished)
 
 

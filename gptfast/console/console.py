@@ -29,7 +29,7 @@ from rich.text import Text
 from gptfast.console.live import LiveView, PlainView
 from gptfast.console.progress import PrepareProgress
 from gptfast.console.text import one_line, printable
-from gptfast.report import Listener
+from gptfast.report import Listener, Silent
 
 _NUMBER = re.compile(r"[-+±]?[\d.,]+(\s?\S{1,6})?|-|inf|nan|")
 
@@ -153,9 +153,15 @@ class Console:
     # progress ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def training(self, *, plain: bool = False) -> Iterator[Listener]:
-        """The listener for a training: the live view on a terminal, else plain lines."""
-        if plain or not self.is_terminal:
+    def training(self, *, plain: bool = False, silent: bool = False) -> Iterator[Listener]:
+        """The listener for a training: the live view on a terminal, else plain lines.
+
+        Args:
+            silent: one of several processes, of which another speaks.
+        """
+        if silent:
+            yield Silent()
+        elif plain or not self.is_terminal:
             yield PlainView(self)
         else:
             with LiveView(self) as view:

@@ -1,0 +1,188 @@
+"""Several processes train as one: the same losses, plain checkpoints, one end for all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from gptfast.contract.tiny import write_tiny_store
+from gptfast.errors import Refused
+from gptfast.place import Place
+
+ROOT = Path(__file__).parent.parent
+PROFILE = """
+[model]
+n_layer = 2
+n_head = 2
+n_embd = 32
+block_size = 16
+[data]
+path = "tiny.h5"
+[train]
+steps = 12
+batch_size = 8
+learning_rate = 1e-2
+log_interval = 1
+eval_interval = 0
+sample_tokens = 0
+[plugins]
+ddp = true
+"""
+
+Tally = Callable[..., None]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tiny_store(tmp_path / "tiny.h5", train_tokens=2001)
+    (tmp_path / "gptfast.toml").write_text(PROFILE, encoding="utf-8")
+    return tmp_path
+
+
+def start(folder: Path, *options: str, **place: object) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        **{name.upper(): str(value) for name, value in place.items()},
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "gptfast", "train", *options],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@contextmanager
+def together(folder: Path, *options: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two processes, as torchrun would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with ExitStack() as ends:
+        processes = []
+        for rank in (0, 1):
+            place = {"rank": rank, "local_rank": rank, "world_size": 2, "master_port": port}
+            processes.append(start(folder, *options, **place))
+            ends.callback(processes[-1].kill)
+        yield processes
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == code, err
+    return out, err
+
+
+def run_together(folder: Path, *options: str) -> None:
+    with together(folder, *options) as (first, second):
+        finish(first)
+        assert finish(second) == ("", "")
+
+
+def run_alone(folder: Path, *options: str) -> None:
+    finish(start(folder, "--without", "ddp", *options))
+
+
+def metrics(folder: Path, run: str) -> list[dict[str, Any]]:
+    lines = (folder / "runs" / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if "grad_norm" in record]
+
+
+def assert_same_training(folder: Path, run: str, other: str) -> None:
+    ours, theirs = metrics(folder, run), metrics(folder, other)
+    assert [r["step"] for r in ours] == [r["step"] for r in theirs] == list(range(1, 13))
+    for key in ("loss", "grad_norm"):
+        values = [record[key] for record in theirs]
+        assert [record[key] for record in ours] == pytest.approx(values, rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [[], ["--set", "train.micro_batch=2"]])
+def test_two_processes_train_as_one(folder: Path, options: list[str]) -> None:
+    run_alone(folder, "--run", "one")
+    run_together(folder, "--run", "two", *options)
+    assert_same_training(folder, "two", "one")
+    weights = [
+        load_file(folder / "runs" / run / "checkpoints" / "step-000012" / "model.safetensors")
+        for run in ("one", "two")
+    ]
+    assert weights[0].keys() == weights[1].keys()
+
+
+def test_a_run_of_two_goes_on_alone_and_back_again(folder: Path, tally: Tally) -> None:
+    """RES-04: nothing in a checkpoint tells how many processes made it."""
+    run_alone(folder, "--run", "straight")
+    run_together(folder, "--run", "moved", "--stop-at", "4")
+    run_alone(folder, "--run", "moved", "--resume", "--stop-at", "8")
+    run_together(folder, "--run", "moved", "--resume", "--plugin", "ddp")
+    assert_same_training(folder, "moved", "straight")
+    tally("resumes compared", 2)
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_signal_to_one_stops_both_after_the_same_step(
+    folder: Path, told: int, tally: Tally
+) -> None:
+    """CLI-08, with two processes."""
+    with together(folder, "--run", "cut", "--set", "train.steps=1000000") as processes:
+        assert processes[0].stdout is not None
+        for line in processes[0].stdout:
+            if line.split()[:2] == ["step", "8/1000000"]:
+                break
+        processes[told].send_signal(signal.SIGTERM)
+        results = [
+            finish(process, 143 if rank == told else 0) for rank, process in enumerate(processes)
+        ]
+    saved = sorted(path.name for path in (folder / "runs" / "cut" / "checkpoints").glob("step-*"))
+    assert len(saved) == 1
+    step = int(saved[0].removeprefix("step-"))
+    assert f"after step {step}," in results[told][1]
+    assert metrics(folder, "cut")[-1]["step"] == step
+    tally("faults injected")
+
+
+@pytest.mark.parametrize(
+    ("place", "options", "said"),
+    [
+        ({"world_size": 2}, ["--without", "ddp"], "2 processes and no plugin that joins them"),
+        (
+            {"world_size": 3},
+            [],
+            "train.batch_size = 8 cannot be shared out among 3 processes: use 6 or 9",
+        ),
+        ({"world_size": 2}, ["--set", 'train.micro_batch="auto"'], "give a number"),
+        ({"world_size": 1}, [], "torchrun --nproc-per-node 2"),
+        ({"rank": 2, "world_size": 2}, [], "RANK = 2 is not below WORLD_SIZE = 2"),
+        ({"world_size": "two"}, [], "WORLD_SIZE = 'two' is no number"),
+    ],
+)
+def test_what_cannot_be_joined_is_refused_in_one_line(
+    folder: Path, place: dict[str, Any], options: list[str], said: str
+) -> None:
+    _, err = finish(start(folder, *options, **place), code=2)
+    assert said in err
+    assert err.count("\n") == 1
+    assert not list((folder / "runs").glob("*"))
+
+
+def test_a_place_is_what_torchrun_says() -> None:
+    environment = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    assert Place.from_environment(environment) == Place(rank=5, world=8, local_rank=1)
+    assert Place.from_environment({}) == Place()
+    with pytest.raises(Refused, match="LOCAL_RANK"):
+        Place.from_environment({**environment, "LOCAL_RANK": "-1"})
