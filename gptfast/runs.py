@@ -319,7 +319,7 @@ def only_writer(folder: Path) -> Iterator[None]:
     Raises:
         Refused: another process writes it, or it cannot be written.
     """
-    existed = folder.exists()
+    made_here = [path for path in (folder, folder.parent) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / "lock")
@@ -337,8 +337,10 @@ def only_writer(folder: Path) -> Iterator[None]:
         yield
     except Refused:
         lock.release()
-        if not existed and not Run(folder).steps():
+        if folder in made_here and not Run(folder).steps():
             shutil.rmtree(folder)
+            if folder.parent in made_here:
+                folder.parent.rmdir()
         raise
     finally:
         lock.release()
