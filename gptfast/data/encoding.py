@@ -124,7 +124,8 @@ def _encoded(
             parts.append(np.array([separator], dtype=np.uint32))
             n_tokens += 1
         n_bytes += utf8_size(chunk.text)
-    return Encoded(batch[0].split, np.concatenate(parts), documents, n_bytes, len(batch))
+    ids = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    return Encoded(batch[0].split, ids, documents, n_bytes, len(batch))
 
 
 def _check_sample(batch: Sequence[Chunk], encoder: Encoder, *, n_documents: int) -> None:
