@@ -357,6 +357,10 @@ class HalfAnUpdate(PlainStepper):
     def __init__(self, owner: Fails) -> None:
         self.owner = owner
 
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        self.owner._fail("backward")
+
     def step(self, optimizer: Optimizer) -> bool:
         if self.owner.options.hook == "stepper" and self.owner.steps == self.owner.options.step:
             optimizer.param_groups[0]["params"][0].data.zero_()
@@ -420,6 +424,20 @@ def test_the_last_finished_step_is_saved_before_an_error_is_reported(
     assert equal(weights(rare), weights(Run(folder / "runs" / "two")))
     steps = [record["step"] for record in rare.metrics() if record["kind"] == "step"]
     assert steps == list(range(1, 8))
+    tally("resumes compared")
+
+
+def test_a_step_that_failed_draws_its_random_numbers_again(
+    folder: Path, plugins: None, tally: Tally
+) -> None:
+    dropout = ("--set", "model.dropout=0.2")
+    assert train("--profile", "tiny", "--run", "straight", *dropout, "--stop-at", "7") == 0
+    assert train(*RARELY, *dropout, "--set", "plugins.fails.hook=backward") == 1
+    going_on = ("--set", "plugins.fails.hook=none", "--stop-at", "7")
+    assert train("--run", "rare", "--resume", *going_on) == 0
+    rare, straight = (Run(folder / "runs" / name) for name in ("rare", "straight"))
+    assert equal(weights(rare), weights(straight))
+    tally("faults injected")
     tally("resumes compared")
 
 
@@ -713,6 +731,8 @@ class Hangs(Plugin):
         if place != self.options.place or self.steps != after:
             return
         os.kill(os.getpid(), self.options.number)
+        if self.options.seconds == 0:
+            raise RuntimeError("a process of ours was ended by the same signal")
         end = time.monotonic() + self.options.seconds
         while time.monotonic() < end:
             time.sleep(0.01)
@@ -760,6 +780,7 @@ class HangingStepper(PlainStepper):
     [
         ("build", 30.0, [], "before a first step was finished"),
         ("step", 30.0, [4], "after step 4, which is saved"),
+        ("step", 0.0, [4], "after step 4, which is saved"),
         ("evaluation", 30.0, [4], "after step 4, which is saved"),
         ("update", 0.6, [5], "after step 5, which is saved"),
         ("save", 0.6, [4], "after step 4, which is saved"),
