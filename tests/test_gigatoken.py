@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_helpers import TEXT, command, only, prepared, stored_ids
+from data_helpers import TEXT, only, prepared, stored_ids
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gptfast.cli import main
 from gptfast.data.tokenizer import load_tokenizer
 from gptfast.data.vocabularies import encoders
 from gptfast.data.vocabularies.bpe import PATTERNS, Bpe, unreachable
@@ -262,13 +263,13 @@ def test_other_ids_stop_the_command(
     assert result.n_documents == 3
 
 
-def test_the_option(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("some text")
-    ran = command("a.txt", "--encoder", "gigatoken", folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
-    assert b"gpt2 (50,257 ids) by gigatoken" in ran.stdout
-    refused = command(
-        "a.txt", "--encoder", "gigatoken", "--tokenizer", "bytes", "--force", folder=tmp_path
-    )
-    assert refused.returncode == 2
-    assert b"does not know the tokenizer bytes" in refused.stderr
+def test_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("some text")
+    assert main(["prepare", "a.txt", "--encoder", "gigatoken"]) == 0
+    assert "gpt2 (50,257 ids) by gigatoken" in capsys.readouterr().out
+    command = ["prepare", "a.txt", "--encoder", "gigatoken", "--tokenizer", "bytes"]
+    assert main(command) == 2
+    assert "does not know the tokenizer bytes" in capsys.readouterr().err
