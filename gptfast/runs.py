@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -340,7 +341,8 @@ def only_writer(folder: Path) -> Iterator[None]:
         if folder in made_here and not Run(folder).steps():
             shutil.rmtree(folder)
             if folder.parent in made_here:
-                folder.parent.rmdir()
+                with contextlib.suppress(OSError):  # another run may have begun there
+                    folder.parent.rmdir()
         raise
     finally:
         lock.release()
