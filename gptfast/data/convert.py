@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gptfast import __version__
+from gptfast.data.disk import check_room
 from gptfast.data.foreign import files_of
 from gptfast.data.inspection import text_tokenizer
 from gptfast.data.layout import OWN, pieces
 from gptfast.data.prepare import SplitCount, check_target
 from gptfast.data.store import Store
-from gptfast.data.writer import Draft, check_room
+from gptfast.data.writer import Draft
 from gptfast.errors import Refused
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
+from gptfast.data.disk import sync_folder
 from gptfast.data.foreign import GPT2, HEADER_INTS, LLAMA3, Vocabulary
-from gptfast.data.journal import partial_path, sweep, sync_folder
+from gptfast.data.journal import partial_path, sweep
 from gptfast.data.nanogpt_meta import META, written_meta
 from gptfast.data.store import Store
 from gptfast.errors import GptfastError, Refused

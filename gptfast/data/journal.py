@@ -12,7 +12,7 @@ import json
 import os
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from gptfast.data.disk import sync_folder
 from gptfast.data.job import Job
 from gptfast.data.layout import SPLITS
 
@@ -113,7 +114,7 @@ def sweep(target: Path, *, but: Unfinished | None = None) -> None:
 class Journal:
     """Keeps points, from time to time and on a thread: a disk takes its time to be sure."""
 
-    def __init__(self, path: Path, job: Job, *, has_points: bool) -> None:
+    def __init__(self, path: Path, job: Callable[[], Job], *, has_points: bool) -> None:
         self.path = path
         self.has_points = has_points
         """Whether there is something to go on from."""
@@ -149,23 +150,13 @@ class Journal:
         begins = not self.path.exists()
         with self.path.open("ab") as journal:
             if begins:
-                journal.write(_line(self._job))
+                journal.write(_line(self._job()))
             journal.write(_line(_spelled(point)))
             journal.flush()
             os.fsync(journal.fileno())
         if begins:
             sync_folder(self.path.parent)
         self.has_points = True
-
-
-def sync_folder(folder: Path) -> None:
-    """Have a new name itself survive a power cut, where the system can."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _line(value: object) -> bytes:

@@ -18,10 +18,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from gptfast import __version__
 from gptfast.data.corpus import Survey
+from gptfast.data.disk import check_room
 from gptfast.data.encoding import Encoded, encode, training_text
 from gptfast.data.formats import STRICT, Reading
 from gptfast.data.job import Job, difference, job_of
@@ -38,7 +40,7 @@ from gptfast.data.tokenizer import (
     made_from_corpus,
 )
 from gptfast.data.vocabularies.encoders import Choice, encoder_for
-from gptfast.data.writer import Draft, check_room
+from gptfast.data.writer import Draft
 from gptfast.errors import Refused
 
 Progress = Callable[[int, int, int], None]
@@ -194,7 +196,8 @@ def prepare(
             "--dedupe": selection.dedupe,
             "--max-chars": selection.max_chars,
         }
-        job = job_of(surveys, planned, tokenizer=tokenizer, options=options)
+        # Called for texts that take a while: a vocabulary has its weight.
+        job = partial(job_of, surveys, planned, tokenizer=tokenizer, options=options)
         unfinished = _unfinished(out, resume=resume, note=note)
         _check_same(unfinished, job)
         draft = Draft(out, vocab_size=tokenizer.vocab_size, job=job, unfinished=unfinished)
@@ -282,8 +285,8 @@ def _unfinished(out: Path, *, resume: bool, note: Callable[[str], None]) -> Unfi
     return found if resume else None
 
 
-def _check_same(unfinished: Unfinished | None, job: Job) -> None:
-    if unfinished is not None and (change := difference(unfinished.job, job)) is not None:
+def _check_same(unfinished: Unfinished | None, job: Callable[[], Job]) -> None:
+    if unfinished is not None and (change := difference(unfinished.job, job())) is not None:
         raise Refused(
             f"--resume: {change}, so the tokens would not be the same: prepare as before, or leave "
             "--resume out to begin anew"

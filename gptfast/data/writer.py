@@ -13,7 +13,6 @@ import hashlib
 import io
 import json
 import os
-import shutil
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gptfast.data.disk import sync_folder, writing
 from gptfast.data.job import Job
 from gptfast.data.journal import (
     Journal,
@@ -33,10 +33,9 @@ from gptfast.data.journal import (
     journal_path,
     partial_path,
     sweep,
-    sync_folder,
 )
 from gptfast.data.layout import FORMAT, FORMAT_VERSION, SPLITS
-from gptfast.errors import GptfastError, Refused
+from gptfast.errors import Refused
 
 if TYPE_CHECKING:
     import h5py
@@ -76,7 +75,7 @@ class Draft:
     knows of it; left by any other it goes.
 
     Args:
-        job: what the ids depend on, for the journal; None: it keeps none.
+        job: gives what the ids depend on, for the journal; None: it keeps none.
         unfinished: a draft with the same job to go on with.
     """
 
@@ -85,7 +84,7 @@ class Draft:
         target: Path,
         *,
         vocab_size: int,
-        job: Job | None = None,
+        job: Callable[[], Job] | None = None,
         unfinished: Unfinished | None = None,
     ) -> None:
         self.dtype = id_dtype(vocab_size)
@@ -117,7 +116,7 @@ class Draft:
             GptfastError: it cannot be written.
         """
         unfinished = self._unfinished
-        with _writing(self.target):
+        with writing(self.target):
             self.target.parent.mkdir(parents=True, exist_ok=True)
             sweep(self.target, but=unfinished)
             if unfinished is not None:
@@ -174,7 +173,7 @@ class Draft:
             assert growing.max_id < self._vocab_size, "a tokenizer keeps to its vocabulary"
         stored = ids.astype(self.dtype, copy=False)
         growing.digest.update(stored.data)
-        with _writing(self.target):
+        with writing(self.target):
             self._write(self._end(split), stored.data)
             growing.documents.extend(growing.n_tokens + at for at in documents)
             growing.n_tokens += len(ids)
@@ -202,7 +201,7 @@ class Draft:
             GptfastError: it cannot be written.
         """
         definition, sources = _json(tokenizer.definition()), _json(list(documents))
-        with _writing(self.target):
+        with writing(self.target):
             if self._journal is not None and self._has_points():
                 self._note(self._journal)
                 self._journal.settle()
@@ -319,50 +318,6 @@ class Draft:
         for source, target, n_bytes in sorted(moves):
             if target < source:
                 self._move(source, target, n_bytes)
-
-
-def check_room(
-    target: Path,
-    n_bytes: int,
-    *,
-    at_most: int = 0,
-    note: Callable[[str], None] = lambda line: None,
-) -> None:
-    """Compare the room on the disk of `target` with what is needed.
-
-    Args:
-        n_bytes: that are needed in any case.
-        at_most: that may be needed.
-        note: told if these are not there.
-
-    Raises:
-        Refused: not even `n_bytes` are there.
-    """
-    standing = next(folder for folder in target.parents if folder.exists())
-    free = shutil.disk_usage(standing).free
-    if free < n_bytes:
-        most = f", perhaps {at_most:,}" if at_most else ""
-        raise Refused(
-            f"{target}: needs {n_bytes:,} bytes{most}, and {standing} has {free:,} left: free "
-            "space or choose another --out"
-        )
-    if free < at_most:
-        note(
-            f"{target}: may need {at_most:,} bytes, and {standing} has {free:,} left: should it "
-            "fill up, free space and go on with --resume"
-        )
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """A full disk and its like, in one line."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:  # h5py: RuntimeError where closing fails
-        reason = getattr(error, "strerror", None) or str(error)
-        raise GptfastError(
-            f"{path}: cannot be written ({reason}): free space or choose another --out"
-        ) from error
 
 
 def _may_pass(error: BaseException) -> bool:
