@@ -58,7 +58,7 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
     type=click.Choice(["strict", "replace"]),
     default="strict",
     show_default=True,
-    help="Bytes that are not UTF-8: refuse the file, or put U+FFFD for each.",
+    help="Bytes that are not UTF-8: refuse the file, or put U+FFFD for each, and decode UTF-16.",
 )
 @click.option(
     "--text-key",
