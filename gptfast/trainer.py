@@ -129,6 +129,8 @@ class Trainer:
             self.raw_model, self.model = built.raw_model, built.model
             self.optimizer, self.stepper = built.optimizer, built.stepper
             self.source = built.source
+            # Walking through the modules takes longer than the rest of a step's bookkeeping.
+            self._parameters = list(built.model.parameters())
             # A plugin's stepper may leave such an update out by itself, as fp16's does.
             self._looks_first = not (built.owned_stepper or self.machine.runs_ahead)
             if self._checkpoint is not None and self.kept_in is not None:
@@ -270,7 +272,7 @@ class Trainer:
 
     def _clip(self) -> Tensor:
         """Norm of the gradient; the gradient is scaled down to at most `grad_clip`."""
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        parameters = [p for p in self._parameters if p.grad is not None]
         if self.profile.train.grad_clip == 0:
             return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         return nn.utils.clip_grad_norm_(parameters, self.profile.train.grad_clip)
