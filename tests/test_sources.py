@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import http.server
 import json
-import os
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from data_helpers import INPUTS, command, only, prepared, stored_ids
 from flaky_site import Site, flaky_site
+from hub_site import COMMIT, hub_site
 
 from gptfast.cli import main
 from gptfast.data import corpora, fetch, hub
@@ -239,9 +236,6 @@ def test_the_parts_of_a_name() -> None:
     assert short_name("hf:a/b@v1:c:d") == "b"
 
 
-COMMIT = "c" * 40
-
-
 class Dropped(Exception):
     """The connection."""
 
@@ -342,45 +336,30 @@ def test_a_stream_that_breaks_off_goes_on(on_the_hub: FarAway, tmp_path: Path) -
     assert only(path.parent, path.name, f"{path.name}.lock")
 
 
-def test_the_commit_of_a_revision_is_asked_for(tmp_path: Path) -> None:
-    """With the hub's own client, of a server that answers as the hub does."""
+def test_a_data_set_comes_from_the_hub(tmp_path: Path) -> None:
+    """With the hub's own client, from a server that answers as the hub does."""
+    with hub_site() as site:
+        site.files["README.md"] = b"---\nlicense: mit\n---\n"
+        for number in range(2):
+            rows = [json.dumps({"text": f"row {number} {n}", "n": n}) for n in range(10)]
+            site.files[f"data/train-0000{number}-of-00002.jsonl"] = "\n".join(rows).encode()
+        around = {
+            "HF_ENDPOINT": site.address,
+            "HF_HOME": str(tmp_path / "home"),
+            "GPTFAST_CACHE": str(tmp_path / "cache"),
+        }
+        ran = command("hf:me/mine@v2", "--json", folder=tmp_path, **around)
+        assert ran.returncode == 0, ran.stderr
+        answer = json.loads(ran.stdout)
+        assert answer["path"] == str(tmp_path / "data" / "mine-gpt2.h5")
+        assert answer["source"] == f"hf:me/mine@v2 at commit {COMMIT}"
+        assert answer["n_documents"] == 20
+        assert not any("/v2/" in path for path in site.asked), "after the first answer, the commit"
 
-    class Answers(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            known = self.path.split("?")[0] == "/api/datasets/me/mine/revision/v2"
-            body = json.dumps({"id": "me/mine", "sha": COMMIT} if known else {}).encode()
-            self.send_response(200 if known else 404)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    script = (
-        "import sys; from gptfast.data import hub; from gptfast.errors import GptfastError\n"
-        "for name in sys.argv[1:]:\n"
-        "    try: print(hub._commit(hub.parse(name)))\n"
-        "    except GptfastError as error: print(error)\n"
-    )
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        ran = subprocess.run(
-            [sys.executable, "-c", script, "hf:me/mine@v2", "hf:me/mine@v3"],
-            capture_output=True,
-            text=True,
-            env={
-                **os.environ,
-                "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-                "HF_HUB_DISABLE_TELEMETRY": "1",
-            },
-            timeout=60,
-        )
-        server.shutdown()
-    found, missing = ran.stdout.splitlines()
-    assert found == COMMIT
-    assert "hf:me/mine@v3: cannot be read (" in missing
-    assert "404" in missing
+        ran = command("hf:me/other", folder=tmp_path, **around)
+        assert ran.returncode == 2
+        (line,) = ran.stderr.decode().splitlines()
+        assert "hf:me/other: cannot be read (RepositoryNotFoundError: 404" in line
 
 
 # standard input ----------------------------------------------------------------------------------

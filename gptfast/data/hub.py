@@ -248,6 +248,7 @@ def _plain_errors(label: str) -> Iterator[None]:
     try:
         import datasets
         import zstandard  # noqa: F401  # the rows are kept with it
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
     except ImportError as error:
         raise Refused(
             f"{label}: is a data set, which needs the package {error.name}, and it is not "
@@ -259,7 +260,12 @@ def _plain_errors(label: str) -> Iterator[None]:
     datasets.disable_progress_bars()
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:  # no such data set, configuration, split
+    except (
+        ValueError,  # no such configuration or split
+        FileNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    ) as error:
         raise Refused(
             f"{label}: cannot be read ({_one_line(error)}): check its name and files"
         ) from error
