@@ -26,7 +26,7 @@ _BATCH = 1 << 17
 """Characters that a thread gets at a time, at least."""
 _LONG = 1 << 18
 """Characters of a row, from which on it is cut as other texts are."""
-_SAMPLE = 1 << 11
+_SAMPLE = 1 << 10
 """Characters of them that are compared with tiktoken where another encodes: at its speed, more
 would take longer than to encode them all."""
 _SAMPLE_OF_ONE = 64
