@@ -47,6 +47,18 @@ def build_adamw(model: nn.Module, train: TrainConfig) -> Optimizer:
     )
 
 
+def doubling(step: int, *, start: int, whole: int, steps: int) -> int:
+    """A size that doubles from `start` until it is `whole`, in stages that share out `steps`.
+
+    Args:
+        step: from 1; from `steps + 1` on the size is `whole`.
+    """
+    sizes = [start]
+    while sizes[-1] < whole:
+        sizes.append(min(2 * sizes[-1], whole))
+    return sizes[min((step - 1) * (len(sizes) - 1) // steps, len(sizes) - 1)]
+
+
 def lr_factor(train: TrainConfig, step: int) -> float:
     """Learning rate of an update as a share of the peak. The first update is 1, the last `steps`.
 

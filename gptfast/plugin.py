@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from gptfast.errors import GptfastError, Refused
-from gptfast.optim import decay_groups
+from gptfast.optim import decay_groups, doubling
 from gptfast.profile import Profile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
     import torch
@@ -49,10 +49,12 @@ __all__ = [
     "Stepped",
     "Stepper",
     "Support",
+    "Tries",
     "Update",
     "Want",
     "Windows",
     "decay_groups",
+    "doubling",
 ]
 
 T = TypeVar("T")
@@ -113,6 +115,16 @@ class Options(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
     )
+
+
+class Tries:
+    """Values of a plugin's options that are worth trying, as in `Tries(workers=(0, 2, 4))`.
+
+    Without any it is only tried on and off.
+    """
+
+    def __init__(self, **values: Sequence[Any]) -> None:
+        self.values: Mapping[str, Sequence[Any]] = values
 
 
 @dataclass(frozen=True)
@@ -334,6 +346,9 @@ class Plugin:
     """Plugins that must be on too; those of the same stage come before this one."""
     conflicts: ClassVar[tuple[str, ...]] = ()
     """Plugins that must be off."""
+    tries: ClassVar[Tries | None] = None
+    """What `gptfast tune` may try of a plugin that is there to make steps faster. None: it is there
+    for something else and stays as the profile has it. So does every recipe."""
     Options: ClassVar[type[BaseModel]] = Options
 
     def __init__(self, options: Any) -> None:

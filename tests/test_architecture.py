@@ -75,7 +75,7 @@ def test_a_plugin_can_import_all_that_it_is_offered() -> None:
 def test_the_package_imports_no_plugin_and_knows_none_by_name(path: Path) -> None:
     assert not [name for name in imports(path) if within(name, "gptfast_plugins")]
     built_in = {e.name for e in entry_points(group="gptfast.plugins") if e.dist.name == "gptfast"}
-    assert len(built_in) == 19
+    assert len(built_in) == 22
     strings = {
         node.value
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
