@@ -17,7 +17,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from gptfast.plugin import Claim, Options, Plugin, Profile, Refused, Stage
+from gptfast.plugin import Claim, Options, Plugin, Profile, Refused, Stage, Tries
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -49,6 +49,7 @@ class Accumulate(Plugin):
     stage = Stage.OUTER
     claim = Claim.EXACT
     tolerance = 1e-5
+    tries = Tries(steps=(1, 2, 4, 8))
     Options = AccumulateOptions
     options: AccumulateOptions
 

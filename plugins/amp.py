@@ -17,7 +17,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
-from gptfast.plugin import Claim, Context, Machine, Options, Plugin, Stage, Stepper, Support
+from gptfast.plugin import Claim, Context, Machine, Options, Plugin, Stage, Stepper, Support, Tries
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +78,7 @@ class Amp(Plugin):
     stage = Stage.SURGERY
     claim = Claim.ROUNDING
     tolerance = 2e-2
+    tries = Tries(dtype=("auto", "bf16", "fp16"))
     Options = AmpOptions
 
     _kind: str

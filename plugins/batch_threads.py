@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from gptfast.plugin import Claim, Context, Machine, Options, Plugin, Stage, Support
+from gptfast.plugin import Claim, Context, Machine, Options, Plugin, Stage, Support, Tries
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -154,6 +154,7 @@ class BatchThreads(Plugin):
     stage = Stage.SHARD
     claim = Claim.EXACT
     tolerance = 1e-5
+    tries = Tries()
     Options = BatchThreadsOptions
     options: BatchThreadsOptions
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from gptfast.plugin import Claim, Machine, Options, Plugin, Stage, Support
+from gptfast.plugin import Claim, Machine, Options, Plugin, Stage, Support, Tries
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -127,6 +127,7 @@ class ChunkedLoss(Plugin):
     stage = Stage.SURGERY
     claim = Claim.ROUNDING
     tolerance = 1e-3
+    tries = Tries(chunk_tokens=(128, 1024))
     Options = ChunkedLossOptions
 
     def supports(self, machine: Machine) -> Support:

@@ -36,6 +36,7 @@ from gptfast.plugin import (
     Refused,
     Stage,
     Support,
+    Tries,
 )
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ class Compile(Plugin):
     stage = Stage.COMPILE
     claim = Claim.ROUNDING
     tolerance = 5e-3
+    tries = Tries(mode=("default", "reduce-overhead", "max-autotune"), optimizer=(False, True))
     Options = CompileOptions
 
     _model: nn.Module

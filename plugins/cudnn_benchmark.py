@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gptfast.plugin import Claim, Context, Machine, Plugin, Stage, Support
+from gptfast.plugin import Claim, Context, Machine, Plugin, Stage, Support, Tries
 
 
 class CudnnBenchmark(Plugin):
@@ -20,6 +20,7 @@ class CudnnBenchmark(Plugin):
     stage = Stage.SURGERY
     claim = Claim.ROUNDING
     tolerance = 1e-3
+    tries = Tries()
 
     def supports(self, machine: Machine) -> Support:
         if machine.kind != "cuda":

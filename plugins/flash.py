@@ -14,7 +14,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal
 
-from gptfast.plugin import Claim, Context, Machine, Options, Plugin, Profile, Stage, Support
+from gptfast.plugin import Claim, Context, Machine, Options, Plugin, Profile, Stage, Support, Tries
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +50,7 @@ class Flash(Plugin):
     stage = Stage.SURGERY
     claim = Claim.ROUNDING
     tolerance = 5e-3
+    tries = Tries(backend=("auto", "flash", "efficient", "cudnn", "math"))
     Options = FlashOptions
 
     def supports(self, machine: Machine) -> Support:

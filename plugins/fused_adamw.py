@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gptfast.plugin import Claim, Machine, Plugin, Profile, Stage, Support, decay_groups
+from gptfast.plugin import Claim, Machine, Plugin, Profile, Stage, Support, Tries, decay_groups
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +51,7 @@ class FusedAdamW(Plugin):
     stage = Stage.OUTER
     claim = Claim.ROUNDING
     tolerance = 1e-5
+    tries = Tries()
 
     def supports(self, machine: Machine) -> Support:
         try:

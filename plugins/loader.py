@@ -40,6 +40,7 @@ from gptfast.plugin import (
     Plugin,
     Source,
     Stage,
+    Tries,
     Windows,
 )
 
@@ -232,6 +233,7 @@ class Loader(Plugin):
     # Surgery on the source: it makes another, around which plugins of later stages work.
     stage = Stage.SURGERY
     claim = Claim.EXACT
+    tries = Tries(workers=(0, 1, 2, 4))
     Options = LoaderOptions
     options: LoaderOptions
 

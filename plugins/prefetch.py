@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from gptfast.plugin import Batch, Claim, Context, Options, Plugin, Source, Stage
+from gptfast.plugin import Batch, Claim, Context, Options, Plugin, Source, Stage, Tries
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,6 +149,7 @@ class Prefetch(Plugin):
     summary = "A thread reads the coming steps and copies them to the device"
     stage = Stage.OUTER
     claim = Claim.EXACT
+    tries = Tries()
     Options = PrefetchOptions
     options: PrefetchOptions
 

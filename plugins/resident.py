@@ -27,6 +27,7 @@ from gptfast.plugin import (
     Source,
     Stage,
     Support,
+    Tries,
     Windows,
 )
 
@@ -119,6 +120,7 @@ class Resident(Plugin):
     # Surgery on the source: it makes another, around which plugins of later stages work.
     stage = Stage.SURGERY
     claim = Claim.EXACT
+    tries = Tries()
     conflicts = ("loader", "prefetch")
     Options = ResidentOptions
     options: ResidentOptions

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gptfast.plugin import Claim, Context, Machine, Plugin, Stage, Support
+from gptfast.plugin import Claim, Context, Machine, Plugin, Stage, Support, Tries
 
 FIRST_WITH_TF32 = (8, 0)
 """Compute capability."""
@@ -51,6 +51,7 @@ class Tf32(Plugin):
     stage = Stage.SURGERY
     claim = Claim.ROUNDING
     tolerance = 1e-2
+    tries = Tries()
 
     def supports(self, machine: Machine) -> Support:
         if machine.kind != "cuda":

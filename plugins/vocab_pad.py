@@ -19,7 +19,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from gptfast.plugin import Claim, Options, Plugin, Profile, Stage
+from gptfast.plugin import Claim, Options, Plugin, Profile, Stage, Tries
 
 
 def padded(rows: int, multiple: int) -> int:
@@ -43,6 +43,7 @@ class VocabPad(Plugin):
     stage = Stage.SURGERY
     claim = Claim.EXACT
     tolerance = 1e-6
+    tries = Tries(multiple=(64, 128))
     Options = VocabPadOptions
 
     def configure(self, profile: Profile) -> Profile:
