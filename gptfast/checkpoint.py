@@ -224,7 +224,8 @@ def save_checkpoint(
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.items()}
         path = temporary / "model.safetensors"
         save_file(tensors, path, metadata={"format": "pt", "crc32": _crc32(tensors)})
-        torch.save(dict(trainer), temporary / "trainer.pt")
+        with (temporary / "trainer.pt").open("wb") as file:  # torch's own would hide the reason
+            torch.save(dict(trainer), file)
         (temporary / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
         (temporary / "meta.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
         for path in temporary.iterdir():
@@ -293,6 +294,8 @@ def _reason(error: Exception) -> str:
     """The first line of an error, in which libraries bury what happened."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
+    if isinstance(error.__context__, OSError):  # torch raises its own over that of the disk
+        return _reason(error.__context__)
     if isinstance(error, pickle.UnpicklingError):
         return "it cannot be read without running what it holds"
     lines = str(error).strip().splitlines()
