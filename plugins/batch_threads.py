@@ -3,8 +3,8 @@
 What: each thread takes its part of a micro-batch through forward and backward with one core to
 itself, and the gradients are added at the end: data parallelism inside of one process.
 Helps: a CPU that is not all the run's own. Threads that share out an operation meet at its end, and
-wait for the one whose core is taken, some thousand times a step; these meet once a micro-batch. With
-a busy program on one of two cores `char` took 57 ms a step with it and 116 without. Where the
+wait for the one whose core is taken, some thousand times a step; these meet once a micro-batch.
+With a busy program on one of two cores `char` took 57 ms a step with it and 116 without. Where the
 cores are free it brings nothing that could be told from noise (37 and 36 ms).
 Costs: the gradients once more for each thread, and smaller matrix products.
 No help on a GPU, with one core, or with one window a micro-batch. With dropout it stays off:
