@@ -183,6 +183,7 @@ def test_a_table_that_would_run_something_is_refused_and_runs_nothing(
         b"\x80\x04}]K\x01s.",
         b"\x80\x04}h\x07.",
         b"\x80\x04}r\xff\xff\xff\xef.",
+        b"\x80\x04}N" + 300_000 * b"\x85" + b"Ns.",
     ],
     ids=[
         "empty",
@@ -194,6 +195,7 @@ def test_a_table_that_would_run_something_is_refused_and_runs_nothing(
         "a list as key",
         "a place never filled",
         "a place for which 60 GB would be set aside",
+        "a key too deep to be hashed",
     ],
 )
 def test_what_is_no_table_is_refused(tmp_path: Path, content: bytes) -> None:

@@ -25,6 +25,9 @@ PROTOCOL = 4
 
 _LARGEST = 1 << 25
 """Bytes; all 1.1 million characters of Unicode take less."""
+_MOST_TUPLES = 1 << 16
+"""More than the merges of any table; three times as many, one in the other, take the process down
+when they are hashed as a key."""
 _PLAIN = frozenset(
     {
         *("PROTO", "FRAME", "STOP", "MARK"),
@@ -107,6 +110,7 @@ class _Plain(pickle.Unpickler):
 
 
 def _unpickled(content: bytes, path: Path) -> object:
+    n_tuples = 0
     try:
         for instruction, value, _ in pickletools.genops(content):
             if instruction.name not in _PLAIN:
@@ -118,6 +122,9 @@ def _unpickled(content: bytes, path: Path) -> object:
             # The place in a table that is made as large as the number says.
             if "PUT" in instruction.name and isinstance(value, int) and value > len(content):
                 raise ValueError(f"{instruction.name} {value}")
+            n_tuples += "TUPLE" in instruction.name
+            if n_tuples > _MOST_TUPLES:
+                raise ValueError(f"more than {_MOST_TUPLES:,} tuples")
         return _Plain(io.BytesIO(content)).load()
     except _DAMAGE as error:
         raise Refused(f"{path}: is damaged or no pickle ({error}): {_AWAY}") from error
