@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import gzip
 import hashlib
@@ -19,6 +20,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -35,7 +37,7 @@ from data_helpers import (
 )
 
 from gptfast.cli import main
-from gptfast.data import encoding, packing, selection, shakespeare, writer
+from gptfast.data import encoding, packing, selection, shakespeare, sources, writer
 from gptfast.data.formats import Reading
 from gptfast.data.prepare import default_out, prepare
 from gptfast.data.sources import Surroundings, find
@@ -300,6 +302,47 @@ def test_a_source_that_is_not_there_is_refused(
     Path("empty-folder").mkdir()
     with pytest.raises(Refused, match=f"^{source.replace('*', '.')}: {message}"):
         prepare([source])
+
+
+def deny(calls: Any, name: str, monkeypatch: pytest.MonkeyPatch, *, path: Path) -> None:
+    """Have a function refuse a path, as it does to all but root."""
+    real = getattr(calls, name, open)
+
+    def denied(asked: Any, *args: Any, **options: Any) -> Any:
+        if Path(asked) == path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(asked))
+        return real(asked, *args, **options)
+
+    monkeypatch.setattr(calls, name, denied, raising=False)
+
+
+def test_a_text_that_may_not_be_read_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = sorted(folder.iterdir())[-1]
+    deny(sources, "open", monkeypatch, path=locked)
+    with pytest.raises(Refused, match=rf"{locked.name}: cannot be read \(Permission denied\): "):
+        prepared(tmp_path, folder)
+    assert only(tmp_path, folder.name)
+
+
+def test_a_folder_that_may_not_be_looked_into_is_not_passed_over(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = folder / "below"
+    locked.mkdir()
+    (locked / "more.txt").write_text("more")
+    deny(os, "scandir", monkeypatch, path=locked)
+    with pytest.raises(Refused, match=r"/below: cannot be read \(Permission denied\): "):
+        prepared(tmp_path, folder)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux")
+def test_a_text_whose_disk_fails_is_one_line(tmp_path: Path) -> None:
+    """The first page of a process cannot be read by anybody."""
+    with pytest.raises(GptfastError, match=r"^/proc/self/mem: cannot be read \(Input/output error"):
+        prepared(tmp_path, Path("/proc/self/mem"))
+    assert only(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -57,12 +57,15 @@ class Source:
         """The file, for reading.
 
         Raises:
+            Refused: it may not be read.
             GptfastError: it cannot be had or read, now or while it is open.
         """
         self.obtain()
         try:
             with open(self.place, "rb", closefd=isinstance(self.place, Path)) as file:
                 yield Input(self.label, file, ending=self.ending, text_key=self.text_key)
+        except PermissionError as error:
+            raise Refused(_not_allowed(self.label, error)) from error
         except OSError as error:
             raise GptfastError(f"{self.label}: cannot be read ({error.strerror})") from error
 
@@ -323,6 +326,7 @@ def _check_no_tokens_in(folder: Path, label: str) -> None:
 
 def _texts_in(folder: Path, pattern: str | None) -> Iterator[Path]:
     """Files of a folder and those below it, hidden ones left out."""
+    _check_may_look(folder)
     try:
         for path in folder.rglob("*" if pattern is None else pattern):
             hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
@@ -334,6 +338,20 @@ def _texts_in(folder: Path, pattern: str | None) -> Iterator[Path]:
             f"--glob {pattern}: is no pattern for files of a folder ({error}): use one like *.py "
             "or src/**/*.py"
         ) from None
+
+
+def _check_may_look(folder: Path) -> None:
+    """A search passes over folders that it may not look into, and says nothing."""
+
+    def refuse(error: OSError) -> None:
+        raise Refused(_not_allowed(error.filename, error)) from error
+
+    for _, folders, _ in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+
+
+def _not_allowed(label: str, error: OSError) -> str:
+    return f"{label}: cannot be read ({error.strerror}): change its rights, or move it away"
 
 
 def _nothing_in_a_folder(pattern: str | None) -> str:
