@@ -113,6 +113,15 @@ def names(*, config: Path | None = None, folder: Path | None = None) -> list[str
     )
 
 
+def own_names(config: Path) -> list[str]:
+    """Names of the profiles that this file itself has.
+
+    Raises:
+        Refused: it is unreadable.
+    """
+    return list(_read_file(config, base=config.parent).profiles)
+
+
 def _default_name(files: Sequence[_File]) -> str:
     return "default" if files[-1].unnamed is not None else DEFAULT_PROFILE
 

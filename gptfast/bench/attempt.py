@@ -25,6 +25,7 @@ class Worker(Interface):
         self, profile: Profile, *, device: str, plugin: str | None, bare: bool, patience_s: float
     ) -> Built: ...
     def advance(self, steps: int, *, lead_in: int, patience_s: float) -> Lap: ...
+    def score(self, max_targets: int | None, *, patience_s: float) -> float: ...
     def divide(self, steps: int, *, patience_s: float) -> Phases: ...
     def profile(self, steps: int, *, trace: Path, patience_s: float) -> list[Operator]: ...
     def hooks_us(self, *, patience_s: float) -> float: ...
@@ -69,6 +70,8 @@ class Attempt:
         """Whether it failed for lack of memory."""
         self.losses: list[float] = []
         """Of each step from the first."""
+        self.tokens = 0
+        """Target tokens of all steps on the clock."""
         self.rounds: dict[int, Lap] = {}
         """Those that count, by their number."""
         self.divided: list[Phases] = []
@@ -107,7 +110,7 @@ class Attempt:
     def set_up(self, worker: Worker, profile: Profile, *, device: str) -> None:
         """Build the trainer and warm it up; a second time begins afresh."""
         self.failure, self.out_of_memory = None, False
-        self.losses, self.notes, self.rounds = [], [], {}
+        self.losses, self.notes, self.rounds, self.tokens = [], [], {}, 0
         self._worker = worker
         profile = profile.replace(self._changes)
         plugins = {enabled.name: profile.plugins[enabled.name] for enabled in self.on}
@@ -135,6 +138,10 @@ class Attempt:
         self.step_s = median(seconds[-protocol.warmup_window :])
         self.warmup = warmup(seconds, compiled, build_s=self.built.seconds, protocol=protocol)
 
+    def follow(self, protocol: Protocol) -> None:
+        """Go on by another protocol."""
+        self._protocol = protocol
+
     def turn(self, number: int) -> None:
         """The round of this number, which counts."""
         for lap in self.laps(1):
@@ -156,6 +163,24 @@ class Attempt:
         except RungFailed as failure:
             self._fail_as(failure)
         return done
+
+    def go(self, steps: int) -> Lap | None:
+        """The next steps, all of them on the clock. None: it failed."""
+        try:
+            lap = self._standing.advance(steps, lead_in=0, patience_s=self._patience_s(steps))
+            self._keep(lap)
+        except RungFailed as failure:
+            self._fail_as(failure)
+            return None
+        return lap
+
+    def score(self, max_targets: int | None) -> float | None:
+        """The validation loss as it is now, off the clock. None: it failed."""
+        try:
+            return self._standing.score(max_targets, patience_s=self._protocol.patience_s)
+        except RungFailed as failure:
+            self._fail_as(failure)
+            return None
 
     def divide(self) -> None:
         """One round in which the time of its steps is divided up."""
@@ -210,5 +235,6 @@ class Attempt:
 
     def _keep(self, lap: Lap) -> None:
         self.losses += lap.losses
+        self.tokens += lap.tokens
         self.notes += lap.notes
         self._last = lap

@@ -6,6 +6,7 @@ its plugin.
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -150,7 +151,8 @@ def worker_process(scratch: Path, name: str) -> Iterator[WorkerProcess]:
 
 def _slug(name: str) -> str:
     """A rung's name as that of a file."""
-    return name.replace("+ ", "with-").replace("- ", "without-").replace(" ", "-")
+    name = name.replace("+ ", "with-").replace("- ", "without-")
+    return re.sub(r"[^\w.-]+", "-", name).strip("-")
 
 
 def ladder_order(planned: Sequence[Enabled], names: Sequence[str]) -> list[Enabled]:

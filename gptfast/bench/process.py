@@ -115,6 +115,15 @@ class WorkerProcess:
         request = {"do": "advance", "steps": steps, "lead_in": lead_in}
         return parse(Lap, self._must(self._ask(request, patience_s)))
 
+    def score(self, max_targets: int | None, *, patience_s: float) -> float:
+        """The loss over the first `max_targets` targets of `val` (None: all), in nats.
+
+        Raises:
+            RungFailed: as of `advance`.
+        """
+        request = {"do": "score", "max_targets": max_targets}
+        return parse(float, self._must(self._ask(request, patience_s))["loss"])
+
     def divide(self, steps: int, *, patience_s: float) -> Phases:
         """Do `steps` steps and see where their time goes.
 

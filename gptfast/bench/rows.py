@@ -147,30 +147,31 @@ def foreign_cpus(baseline: Attempt) -> float | None:
 def warnings(result: Bench, attempts: Sequence[Attempt]) -> list[str]:
     """What makes the numbers less certain than they look, one line each."""
     return [
-        *_busy(result.before, result.machine.cpu_count),
-        *_foreign(result),
+        *busy(result.before, result.machine.cpu_count),
+        *crowded(result.foreign_cpus, result.machine.cpu_count, result.protocol),
         *_unsteady(result.baseline_again, attempts[0], result.protocol),
         *_uncertain(attempts, result),
     ]
 
 
-def _busy(before: Conditions, cores: int) -> Iterator[str]:
+def busy(before: Conditions, cores: int) -> Iterator[str]:
+    """That the machine had other work before it began."""
     if before.load_average > cores / 2:
         yield (
             f"the machine was busy before it began: load average {before.load_average:.1f} on "
             f"{cores} cores: repeat it when nothing else runs"
         )
-    busy = before.gpu.busy_percent if before.gpu else None
-    if busy is not None and busy > BUSY_GPU_PERCENT:
+    percent = before.gpu.busy_percent if before.gpu else None
+    if percent is not None and percent > BUSY_GPU_PERCENT:
         yield (
-            f"the GPU was busy before it began, {busy:.0f} % of the time: repeat it when nothing "
-            "else runs"
+            f"the GPU was busy before it began, {percent:.0f} % of the time: repeat it when "
+            "nothing else runs"
         )
 
 
-def _foreign(result: Bench) -> Iterator[str]:
-    taken, cores = result.foreign_cpus, result.machine.cpu_count
-    if taken is not None and taken > result.protocol.max_foreign * cores:
+def crowded(taken: float | None, cores: int, protocol: Protocol) -> Iterator[str]:
+    """That other programs had `taken` of the cores meanwhile."""
+    if taken is not None and taken > protocol.max_foreign * cores:
         yield (
             f"other programs kept {taken:.1f} of {cores} cores busy meanwhile: the times are "
             "theirs too"

@@ -42,6 +42,8 @@ class Loop(Interface):
     machine: Machine
     losses: list[Tensor]
     """Of the steps since they were last taken away, on the device."""
+    tokens: list[int]
+    """Target tokens of the same steps, which a plugin may have left fewer of."""
     data_wait_ms: float
     """Mean wait for the windows of a step, of those last settled."""
     notes: list[str]
@@ -56,16 +58,18 @@ class Loop(Interface):
 
 
 class LossRecorder(Plugin):
-    """Keeps the loss of each step on the device until it is asked for; changes nothing."""
+    """Keeps loss and tokens of each step until they are asked for; changes nothing."""
 
     stage = Stage.REPORT
 
-    def __init__(self, losses: list[Tensor]) -> None:
+    def __init__(self, losses: list[Tensor], tokens: list[int]) -> None:
         super().__init__(Plugin.Options())
         self._losses = losses
+        self._tokens = tokens
 
     def step(self, event: Stepped) -> Want:
         self._losses.append(event.loss)
+        self._tokens.append(event.tokens)
         return Want.NOTHING
 
 
@@ -77,6 +81,7 @@ class TrainerLoop(Silent):
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.losses: list[Tensor] = []
+        self.tokens: list[int] = []
         self.data_wait_ms = 0.0
         self.notes: list[str] = []
 
@@ -104,6 +109,7 @@ class BareLoop:
     def __init__(self, profile: Profile, *, store: Store, machine: Machine) -> None:
         self.machine = machine
         self.losses: list[Tensor] = []
+        self.tokens: list[int] = []
         self.data_wait_ms = 0.0
         self.notes: list[str] = []
         self.profile = profile
@@ -111,6 +117,7 @@ class BareLoop:
 
     def one_step(self) -> None:
         self.losses.append(self._one_step())
+        self.tokens.append(self.profile.train.batch_size * self.profile.model.block_size)
 
     def settle(self) -> None: ...
 
@@ -158,7 +165,7 @@ class Rung:
         lap = Lap(
             steps=steps,
             seconds=seconds,
-            tokens=train.batch_size * loop.profile.model.block_size * steps,
+            tokens=sum(loop.tokens[-steps:]),
             losses=torch.stack(loop.losses).tolist(),
             compiled=graphs_compiled() - self._compiled,
             data_wait_ms=loop.data_wait_ms,
@@ -169,6 +176,7 @@ class Rung:
             footprint=footprint(device),
         )
         loop.losses.clear()
+        loop.tokens.clear()
         loop.notes.clear()
         self._compiled += lap.compiled
         return lap
@@ -198,7 +206,7 @@ def built_rung(
             about = "" if skipped.name == plugin else f"{skipped.name}: "
             raise Refused(f"{about}{skipped.reason}")
         loop = TrainerLoop(machine)
-        recorder = Enabled("bench", LossRecorder(loop.losses), "gptfast", __version__)
+        recorder = Enabled("bench", LossRecorder(loop.losses, loop.tokens), "gptfast", __version__)
         start = time.perf_counter()
         with Trainer(
             profile,

@@ -118,9 +118,15 @@ class Sitting:
             self.seat(attempt, beside=beside)
             self._take_turns()
 
-    def dismiss(self) -> None:
-        """Farewell to all that stand."""
-        self._dismiss(list(self.standing))
+    def follow(self, protocol: Protocol) -> None:
+        """Go on by another protocol, with all that stand."""
+        self._protocol = protocol
+        for attempt in self.standing:
+            attempt.follow(protocol)
+
+    def dismiss(self, going: Sequence[Attempt] | None = None) -> None:
+        """Farewell to those of `going` that stand; None: to all."""
+        self._dismiss([one for one in self.standing if going is None or one in going])
 
     def _set_up(self, attempt: Attempt) -> None:
         worker = self._workers.enter_context(self._start(attempt.name))

@@ -139,6 +139,13 @@ class Desk:
     def _advance(self, request: Request) -> dict[str, Any]:
         return asdict(self._rung.advance(request["steps"], lead_in=request["lead_in"]))
 
+    def _score(self, request: Request) -> dict[str, Any]:
+        trainer = self._trainer
+        with trainer.hooks.eval_scope():
+            score = trainer.score("val", max_targets=request["max_targets"])
+        assert score is not None, "only an interrupt ends an evaluation early"
+        return {"loss": score.loss}
+
     def _divide(self, request: Request) -> dict[str, Any]:
         return asdict(divide(self._trainer, request["steps"]))
 

@@ -31,6 +31,7 @@ COMMANDS = {
     "eval": "Score a model on held-out text.",
     "generate": "Continue a text with a model.",
     "bench": "Measure what each plugin of a profile brings on this machine.",
+    "tune": "Search the fastest form of a profile on this machine.",
     "runs": "List, describe and plot trainings.",
     "plugins": "List, explain and check the optimizations.",
     "config": "Show profiles and where each value comes from.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,8 +17,12 @@ from gptfast.errors import Refused
 
 if TYPE_CHECKING:
     from gptfast.bench.record import Bench, Protocol
+    from gptfast.bench.to_loss import Goal
     from gptfast.config import Loaded
 
+SEEDS = 3
+BENCH, TO_LOSS = "bench.json", "to-loss.json"
+"""What a result is kept as."""
 UNFINISHED = ".unfinished"
 """Inside the folder of a result until it is complete."""
 
@@ -51,6 +56,34 @@ UNFINISHED = ".unfinished"
     "--overhead", is_flag=True, help="Instead: the trainer without plugins against a bare loop."
 )
 @click.option(
+    "--to-loss",
+    "goal",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="X",
+    help="Instead: how soon each recipe reaches this validation loss.",
+)
+@click.option(
+    "--seeds", type=click.IntRange(min=1), metavar="N", help="Of --to-loss.  [default: 3]"
+)
+@click.option(
+    "--max-steps",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Of --to-loss: steps after which it is not reached.  [default: train.steps]",
+)
+@click.option(
+    "--every",
+    type=click.IntRange(min=6),
+    metavar="N",
+    help="Of --to-loss: steps between two evaluations.  [default: a fortieth of train.steps]",
+)
+@click.option(
+    "--against",
+    metavar="NAME",
+    multiple=True,
+    help="Of --to-loss: another profile that takes part as a whole; may be repeated.",
+)
+@click.option(
     "--out",
     type=click.Path(path_type=Path),
     metavar="DIR",
@@ -70,6 +103,11 @@ def command(
     breakdown: bool,
     control: bool,
     overhead: bool,
+    goal: float | None,
+    seeds: int | None,
+    max_steps: int | None,
+    every: int | None,
+    against: tuple[str, ...],
     out: Path | None,
     device: str,
     as_json: bool,
@@ -79,10 +117,30 @@ def command(
     The baseline first, then each plugin added in turn, each in a process of its own. A plugin that
     cannot run here is a row with its reason; the exit code is 1 only where not even the baseline
     runs. The result is kept as bench.json, with pictures where matplotlib is installed.
+
+    Recipes change what is learnt, so their rung says little: --to-loss judges them, by the time and
+    the tokens until the validation loss is reached, from several seeds.
     """
     from gptfast.bench.record import LADDER, LEAVE_ONE_OUT, Protocol
+    from gptfast.bench.to_loss import Goal
+    from gptfast.config import load
 
     app: App = ctx.obj
+    if goal is not None:
+        if overhead or leave_one_out or breakdown or control:
+            raise Refused(
+                "--to-loss goes without --overhead, --leave-one-out, --breakdown and --control"
+            )
+        asked_for = Goal(goal, seeds=seeds or SEEDS, most_steps=max_steps, every=every)
+        others = [
+            load(name, config=ctx.params["config"], folder=app.folder)
+            for name in dict.fromkeys(against)
+        ]
+        with _folder(app, loaded, out) as folder:
+            _to_loss(app, loaded, asked_for, others, device=device, folder=folder, as_json=as_json)
+        return
+    if seeds or max_steps or every or against:
+        raise Refused("--seeds, --max-steps, --every and --against belong to --to-loss X")
     protocol = Protocol(steps=steps, rounds=rounds, control=control)
     if overhead:
         if leave_one_out or breakdown or control or out:
@@ -137,7 +195,7 @@ def _measure(
     )
     if breakdown:
         traces.rename(folder / "traces")
-    replace_text(folder / "bench.json", result.to_json())
+    replace_text(folder / BENCH, result.to_json())
     return result
 
 
@@ -187,7 +245,7 @@ def _show(app: App, result: Bench, folder: Path) -> None:
         console.line(
             f"traces for https://ui.perfetto.dev in {console.path(str(folder / 'traces'))}"
         )
-    console.line(f"kept in {folder / 'bench.json'}")
+    console.line(f"kept in {folder / BENCH}")
 
 
 def _overhead(app: App, loaded: Loaded, protocol: Protocol, *, device: str, as_json: bool) -> None:
@@ -200,6 +258,34 @@ def _overhead(app: App, loaded: Loaded, protocol: Protocol, *, device: str, as_j
         return
     for line in overhead_lines(found):
         app.console.line(line)
+
+
+def _to_loss(
+    app: App,
+    loaded: Loaded,
+    goal: Goal,
+    against: list[Loaded],
+    *,
+    device: str,
+    folder: Path,
+    as_json: bool,
+) -> None:
+    from gptfast.bench import to_loss_table
+    from gptfast.bench.to_loss import to_loss
+    from gptfast.checkpoint import replace_text
+
+    console = app.console
+    found = to_loss(loaded, goal=goal, against=against, device=device, tell=console.note)
+    replace_text(folder / TO_LOSS, json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n")
+    for warning in found.warnings:
+        console.warn(warning)
+    if as_json:
+        console.json(found.to_dict())
+        return
+    console.table(to_loss_table.title(found), *to_loss_table.table(found))
+    for remark in to_loss_table.remarks(found):
+        console.line(remark)
+    console.line(f"kept in {folder / TO_LOSS}")
 
 
 @command.command()
@@ -240,8 +326,9 @@ def _folder(app: App, loaded: Loaded, out: Path | None) -> Iterator[Path]:
 
     parent = app.folder / "bench"
     folder = app.folder / out if out else parent / free_name(loaded.profile.name, parent=parent)
-    if (folder / "bench.json").exists():
-        raise Refused(f"{folder}: holds a bench.json already: choose another folder with --out")
+    for kept in (BENCH, TO_LOSS):
+        if (folder / kept).exists():
+            raise Refused(f"{folder}: holds a {kept} already: choose another folder with --out")
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)  # of one that was killed
     try:

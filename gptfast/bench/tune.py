@@ -1,0 +1,453 @@
+"""Searches the profile whose steps are fastest on this machine, within a number of minutes.
+
+Greedy: the best profile so far stands, and one change at a time stands beside it and is measured by
+turns with it, as rungs are. What is left out goes where it brings nothing; what is added or set has
+to be faster by its interval. At the end the result meets the profile that the search began from,
+and the one that an earlier search found, in one sitting: it is never slower than those.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import Any
+
+import gptfast
+from gptfast import registry
+from gptfast.bench.attempt import Attempt
+from gptfast.bench.deadline import Deadline, OutOfTime
+from gptfast.bench.ladder import Bound, bound
+from gptfast.bench.moves import Classes, Move, moves, same_task
+from gptfast.bench.record import Drift, Protocol, Ratio
+from gptfast.bench.rows import busy, crowded, foreign_cpus
+from gptfast.bench.sitting import Sitting, Tell
+from gptfast.bench.statistics import drift, judge, order_slack, ratio
+from gptfast.bench.tuned import Trial, Tuned
+from gptfast.config import Loaded
+from gptfast.errors import GptfastError, Refused
+from gptfast.memory import micro_batches
+from gptfast.plugin import Profile
+from gptfast.registry import Found
+
+ROUNDS = 8
+ROUND_S = 1.0
+"""A round has fewer steps where they would take longer."""
+AS_FAST = 0.99
+"""Where the interval holds 1, what is left out must look at least so many times as fast: many small
+losses, none of them certain, would add up."""
+ORDER_TOLERANCE = 1e-5
+"""Relative difference of the loss that other micro-batches may bring: they add in another order."""
+CLOSING_S = 5.0
+"""Kept for ending the processes."""
+ROUNDS_SLACK = 1.3
+"""Rounds may take so many times what the warm-up promises."""
+THE_PROFILE, BEFORE = "profile as it is", "profile tuned before"
+MICRO_BATCH = "train.micro_batch"
+
+
+def tune(
+    loaded: Loaded,
+    *,
+    minutes: float,
+    device: str = "auto",
+    known: Profile | None = None,
+    without: Sequence[str] = (),
+    protocol: Protocol | None = None,
+    tell: Tell,
+    clock: Callable[[], float] = time.monotonic,
+) -> Tuned:
+    """Search from a profile for the one whose steps are fastest here.
+
+    Args:
+        minutes: after which it ends, whatever is left to try.
+        known: what an earlier search found. It takes part where it trains the same.
+        without: plugins that are not to be tried.
+        clock: in seconds.
+
+    Raises:
+        Refused: profile, data or device allow no run.
+        GptfastError: not even the profile as it is runs here within the minutes.
+    """
+    began = clock()
+    found = registry.discover()
+    registry.plan(loaded.profile, found=found, origins=loaded.origins)
+    protocol = protocol or Protocol(rounds=ROUNDS)
+    protocol = replace(protocol, patience_s=min(protocol.patience_s, minutes * 60))
+    with bound(loaded, device=device, protocol=protocol, unsupported=True, tell=tell) as there:
+        return search(
+            there,
+            found={name: one for name, one in found.items() if name not in without},
+            known=known,
+            minutes=minutes,
+            began=began,
+            clock=clock,
+        )
+
+
+def search(
+    there: Bound,
+    *,
+    found: Mapping[str, Found],
+    known: Profile | None,
+    minutes: float,
+    began: float,
+    clock: Callable[[], float],
+) -> Tuned:
+    """The search, on a machine that is bound; `began` is when the minutes did.
+
+    Raises:
+        GptfastError: not even the profile as it is runs here within the minutes.
+    """
+    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    before = there.look()
+    end = began + minutes * 60 - CLOSING_S
+    deadline = Deadline(end, clock=clock)
+    classes = _classes(there.profile, found)
+    warnings: list[str] = []
+    with ExitStack() as workers:
+        sitting = Sitting(
+            there.profile,
+            device=there.facts.device,
+            protocol=there.protocol,
+            workers=workers,
+            start=deadline.hurries(there.start),
+            tell=there.tell,
+        )
+        run = _Search(there, sitting, found=found, deadline=deadline)
+        start = run.begin(minutes)
+        run.pace()
+        guards = {THE_PROFILE: start}
+        ways = list(moves(there.profile, classes))
+        if known is not None and same_task(known, there.profile, classes):
+            guards[BEFORE] = _like(start, known)
+            ways.insert(0, _as_before(guards[BEFORE]))
+        elif known is not None:
+            warnings.append(f"the {BEFORE} trains something else and took no part")
+        deadline.at = end - run.sitting_s(len(guards))
+        run.go_through(ways)
+        deadline.at = end
+        met = run.meet(guards)
+        after = there.look()
+        foreign = foreign_cpus(run.best)
+    if run.unmet:
+        warnings.append("no time was left to measure the result beside what it began from")
+    cores = there.facts.cpu_count
+    warnings += [*busy(before, cores), *crowded(foreign, cores, run.protocol)]
+    return Tuned(
+        gptfast=gptfast.__version__,
+        started=started,
+        minutes=minutes,
+        seconds=clock() - began,
+        machine=there.facts,
+        before=before,
+        after=after,
+        protocol=run.protocol,
+        start=there.profile.model_dump(mode="json"),
+        profile=run.profile.model_dump(mode="json"),
+        trials=run.trials,
+        untried=run.untried,
+        step_ms=run.best.step_ms if run.best.rounds else run.best.step_s * 1e3,
+        over_start=met.get(THE_PROFILE),
+        over_known=met.get(BEFORE),
+        drift=run.drift,
+        warnings=warnings,
+    )
+
+
+def _classes(profile: Profile, found: Mapping[str, Found]) -> Classes:
+    """All plugins that load; a broken one that the profile does not name is left alone."""
+    loaded = {}
+    for name, one in found.items():
+        try:
+            loaded[name] = one.load()
+        except Refused:
+            if name in profile.plugins:
+                raise
+    return loaded
+
+
+def _like(start: Profile, other: Profile) -> Profile:
+    """`start` with what `tune` may change as `other` has it."""
+    return start.replace(
+        {"plugins": dict(other.plugins), MICRO_BATCH: other.train.windows_per_micro}
+    )
+
+
+def _as_before(known: Profile) -> Move:
+    def apply(profile: Profile, /) -> Profile | None:
+        return None if _equal(profile, known) else known
+
+    return Move(BEFORE, "plugins", apply, leaves_out=True)
+
+
+def _equal(one: Profile, other: Profile) -> bool:
+    """As far as `tune` may change them."""
+    return (one.plugins, one.train.windows_per_micro) == (
+        other.plugins,
+        other.train.windows_per_micro,
+    )
+
+
+def decide(over: Ratio, *, leaves_out: bool, broken: str | None = None) -> tuple[bool, str]:
+    """Whether a change is taken, and why.
+
+    Args:
+        over: how many times as fast as the best so far.
+        leaves_out: whether it only leaves something out.
+        broken: how it broke a claim; None: it did not.
+    """
+    if broken is not None:
+        return False, broken
+    if over.low > 1:
+        return True, "faster"
+    if over.high < 1:
+        return False, "slower"
+    if leaves_out:
+        as_fast = over.times >= AS_FAST
+        return as_fast, "not slower" if as_fast else "perhaps slower, so it stays"
+    return False, "no significant difference"
+
+
+class _Search:
+    """The best profile so far, its rung, and what has been tried."""
+
+    best: Attempt
+    profile: Profile
+
+    def __init__(
+        self, there: Bound, sitting: Sitting, *, found: Mapping[str, Found], deadline: Deadline
+    ) -> None:
+        self.trials: list[Trial] = []
+        self.untried: list[str] = []
+        self.unmet = False
+        """Whether the result could not be measured beside what the search began from."""
+        self.drift: Drift | None = None
+        """Of the result's losses from those of what the search began from."""
+        self._there = there
+        self.protocol = there.protocol
+        self._sitting = sitting
+        self._found = found
+        self._deadline = deadline
+        self._set_up_s = 0.0
+        """What the last rung took until it was warm."""
+        self._fits = there.profile.train.batch_size
+        """Most windows in a forward pass that memory holds."""
+        self._settled: set[str] = set()
+        """Keys of which no more values need be tried."""
+
+    def begin(self, minutes: float) -> Profile:
+        """Stand the profile as it is: without what does not run here, in micro-batches that fit.
+
+        Raises:
+            GptfastError: it does not run here, or not within the minutes.
+        """
+        profile = self._there.profile
+        for name, reason in self._there.unsupported.items():
+            self._note(f"without {name}", f"plugins.{name}", True, f"cannot run here: {reason}")
+        on = {n: o for n, o in profile.plugins.items() if n not in self._there.unsupported}
+        train = profile.train
+        sizes = [n for n in micro_batches(train.batch_size) if n <= train.windows_per_micro]
+        for windows in sizes:
+            self.profile = profile.replace({"plugins": on, MICRO_BATCH: windows})
+            self.best = self._attempt(THE_PROFILE, self.profile, other=None)
+            try:
+                self._seat(self.best)
+            except OutOfTime:
+                raise GptfastError(
+                    f"tune: {minutes:g} minutes are over before the profile as it is was warm: "
+                    "give more with --minutes"
+                ) from None
+            except GptfastError:
+                if not self.best.out_of_memory:
+                    raise
+            if self.best.failure is None:
+                self._fits = windows
+                return self.profile
+            if not self.best.out_of_memory:
+                break
+            what = f"{MICRO_BATCH} = {windows}"
+            self._note(what, MICRO_BATCH, False, f"cannot run here: {self.best.failure}")
+        raise GptfastError(f"tune: the profile does not run here: {self.best.failure}")
+
+    def pace(self) -> None:
+        """Have rounds of fewer steps where steps are slow, so that more can be tried."""
+        steps = round(ROUND_S / self.best.step_s)
+        if steps < self.protocol.steps:
+            self.protocol = replace(self.protocol, steps=max(2, steps), lead_in=1)
+            self._sitting.follow(self.protocol)
+
+    def go_through(self, ways: list[Move]) -> None:
+        """Try each that changes something, as long as there is time."""
+        over = False
+        for move in ways:
+            changed = move.apply(self.profile)
+            if changed is None or move.key in self._settled:
+                continue
+            if changed.train.windows_per_micro > self._fits:
+                continue
+            over = over or self._deadline.left_s < self.sitting_s(1)
+            if not over:
+                try:
+                    self._try(move, changed)
+                except OutOfTime:
+                    over = True
+            if over:
+                self.untried.append(move.what)
+
+    def meet(self, guards: Mapping[str, Profile]) -> dict[str, Ratio]:
+        """How many times as fast as each of `guards` the result is, all in one sitting.
+
+        It becomes one of them where it is slower.
+        """
+        others = {what: p for what, p in guards.items() if not _equal(p, self.profile)}
+        try:
+            return self._met(others) if others else {}
+        except OutOfTime:
+            self.unmet = True
+            return {}
+
+    def sitting_s(self, n: int) -> float:
+        """What setting `n` rungs up and measuring them beside the best takes, about."""
+        return n * self._set_up_s + self._rounds_s([self.best] * (n + 1))
+
+    def _try(self, move: Move, changed: Profile) -> None:
+        try:
+            attempt = self._attempt(move.what, changed, other=self.best, plugin=move.plugin)
+        except Refused as refusal:
+            self._note(move.what, move.key, False, f"cannot be: {refusal}")
+            return
+        self._measure([attempt])
+        if not attempt.ran:
+            self._note(move.what, move.key, False, f"cannot run here: {attempt.failure}")
+            return
+        over = ratio(self.best.round_step_ms, attempt.round_step_ms, self.protocol)
+        broken = None if move.leaves_out else self._broken(attempt)
+        taken, why = decide(over, leaves_out=move.leaves_out, broken=broken)
+        self._note(move.what, move.key, taken, why, over=over, step_ms=attempt.step_ms)
+        smaller = changed.train.windows_per_micro < self.profile.train.windows_per_micro
+        if over.high < 1 and move.key == MICRO_BATCH and smaller:
+            self._settled.add(MICRO_BATCH)  # still smaller ones will not be faster
+        self._sitting.dismiss([self.best if taken else attempt])
+        if taken:
+            self.best, self.profile = attempt, changed
+
+    def _measure(self, attempts: list[Attempt]) -> None:
+        """Set up beside the best, and do the rounds of all.
+
+        Raises:
+            OutOfTime: they are ended, and where it came in the rounds the best is too.
+        """
+        if self.best not in self._sitting.standing:  # it had to make room
+            self._seat(self.best)
+            if self.best.failure is not None:
+                raise GptfastError(f"{self.best.name} ran and fails now: {self.best.failure}")
+        try:
+            for attempt in attempts:
+                self._seat(attempt, beside=[self.best])
+            if self._deadline.left_s < self._rounds_s(self._sitting.standing):
+                raise OutOfTime
+        except OutOfTime:
+            for attempt in attempts:
+                attempt.close()
+            self._sitting.dismiss(attempts)
+            raise
+        try:
+            self._sitting.finish()
+        except OutOfTime:
+            self._sitting.dismiss()  # who was in a round still answers to that
+            raise
+
+    def _met(self, others: Mapping[str, Profile]) -> dict[str, Ratio]:
+        best = self.best
+        rivals = {
+            what: self._attempt(what, profile, other=best) for what, profile in others.items()
+        }
+        self._measure(list(rivals.values()))
+        if THE_PROFILE in rivals and rivals[THE_PROFILE].ran:
+            self.drift = drift(best.losses, rivals[THE_PROFILE].losses)
+        protocol = self.protocol
+        over = {
+            what: ratio(rival.round_step_ms, best.round_step_ms, protocol)
+            for what, rival in rivals.items()
+            if rival.ran
+        }
+        slower = [what for what, times in over.items() if _is_slower(times, what)]
+        if not slower:
+            return over
+        better = min(slower, key=lambda what: over[what].times)
+        self.trials = [
+            replace(t, taken=False, why=f"{t.why}; taken back: together slower than {better}")
+            if t.taken and t.over_best is not None and t.what != better
+            else t
+            for t in self.trials
+        ]
+        self.best, self.profile = rivals[better], others[better]
+        return {
+            what: ratio(rival.round_step_ms, self.best.round_step_ms, protocol)
+            for what, rival in rivals.items()
+            if rival.ran and what != better
+        }
+
+    def _seat(self, attempt: Attempt, **beside: Any) -> None:
+        before = self._deadline.left_s
+        self._sitting.seat(attempt, **beside)
+        if attempt.failure is None:
+            self._set_up_s = before - self._deadline.left_s
+
+    def _attempt(
+        self, name: str, profile: Profile, *, other: Attempt | None, plugin: str | None = None
+    ) -> Attempt:
+        """Raises Refused where the profile's plugins do not go together."""
+        on = registry.plan(profile, found=self._found)
+        return Attempt(
+            name,
+            on,
+            self.protocol,
+            judged=next((one for one in on if one.name == plugin), None),
+            other=other,
+            changes={"plugins": profile.plugins, MICRO_BATCH: profile.train.micro_batch},
+        )
+
+    def _broken(self, attempt: Attempt) -> str | None:
+        """How the losses differ by more than a claim allows. None: they do not."""
+        found = drift(attempt.losses, self.best.losses)
+        kind = self._there.facts.device.partition(":")[0]
+        slack = order_slack(kind, None, self.protocol)
+        plugins = [one.plugin for one in (*attempt.on, *self.best.on)]
+        if attempt.judged is None:
+            allowed = max(ORDER_TOLERANCE, slack, *(plugin.tolerance for plugin in plugins))
+            if found.largest <= allowed:
+                return None
+        else:
+            verdict = judge(attempt.judged.plugin, plugins, found, slack=slack)
+            if verdict.verdict != "broken":
+                return None
+            allowed = verdict.allowed or 0.0
+        return f"the loss differs by {found.largest:.1e}, {allowed:.1e} is allowed"
+
+    def _rounds_s(self, standing: list[Attempt]) -> float:
+        steps = self.protocol.rounds * (self.protocol.lead_in + self.protocol.steps)
+        return ROUNDS_SLACK * steps * sum(attempt.step_s for attempt in standing)
+
+    def _note(
+        self,
+        what: str,
+        key: str,
+        taken: bool,
+        why: str,
+        *,
+        over: Ratio | None = None,
+        step_ms: float | None = None,
+    ) -> None:
+        trial = Trial(what, key, taken, why, over, step_ms)
+        self.trials.append(trial)
+        self._there.tell(trial.line())
+
+
+def _is_slower(times: Ratio, than: str) -> bool:
+    """Of the result. Against an earlier search's, as soon as it looks so: a repetition must not
+    creep; against the profile as it is, beyond what is as fast."""
+    return times.high < 1 or times.times < (1.0 if than == BEFORE else AS_FAST)

@@ -1,0 +1,98 @@
+"""`gptfast tune`: parse, search, write the profile, show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from gptfast.cli.app import App
+from gptfast.cli.options import device_option, json_option, profile_options
+
+if TYPE_CHECKING:
+    from gptfast.config import Loaded
+    from gptfast.plugin import Profile
+
+
+@click.command()
+@profile_options
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    default=10.0,
+    show_default=True,
+    metavar="M",
+    help="Ends within so many minutes and says what is left untried.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the profile into this file; the rest of it stays.  [default: --config, else "
+    "gptfast.toml here]",
+)
+@click.option(
+    "--name", default="tuned", show_default=True, metavar="NAME", help="Name of the new profile."
+)
+@device_option
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    *,
+    loaded: Loaded,
+    asked: tuple[str, ...],
+    minutes: float,
+    out: Path | None,
+    name: str,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Search the fastest form of a profile on this machine, and write it down.
+
+    Plugins are left out and switched on, their options, precision and micro-batches changed, one at
+    a time, measured by turns with the best so far; recipes stay as they are. The new profile says
+    what was tried, what was kept and why. Tuned again, what was found before takes part.
+    """
+    from gptfast.bench import tuned
+    from gptfast.bench.tune import tune
+    from gptfast.config import CONFIG_NAME
+
+    app: App = ctx.obj
+    console = app.console
+    path = app.folder / (out or ctx.params["config"] or CONFIG_NAME)
+    tuned.check_place(path, name)
+    found = tune(
+        loaded,
+        minutes=minutes,
+        device=device,
+        known=_known(app, path, name),
+        without=ctx.params["without"],
+        tell=console.note,
+    )
+    tuned.keep(path, found, name=name, folder=app.folder)
+    for warning in found.warnings:
+        console.warn(warning)
+    if as_json:
+        console.json(found.to_dict())
+        return
+    console.table(f"profile {found.start['name']} on {found.machine.name}", *tuned.table(found))
+    for remark in tuned.remarks(found):
+        console.line(remark)
+    console.line(f"written to {path}: gptfast train --profile {name}")
+
+
+def _known(app: App, path: Path, name: str) -> Profile | None:
+    """What an earlier search wrote there, as far as it can still be read."""
+    from gptfast.bench.tuned import has_earlier
+    from gptfast.config import load
+    from gptfast.errors import Refused
+
+    if not has_earlier(path, name):
+        return None
+    try:
+        return load(name, config=path, folder=app.folder).profile
+    except Refused as broken:
+        app.console.note(f"the profile tuned before takes no part: {broken}")
+        return None
