@@ -117,6 +117,16 @@ class Run:
             if UNFINISHED_TEXT.fullmatch(path.name):
                 path.unlink()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a run is kept here: it has its log or, where that was lost, a checkpoint."""
+        return self._metrics.is_file() or bool(self.steps())
+
+    @property
+    def written(self) -> float:
+        """When it was last written to, in seconds since 1970."""
+        return (self._metrics if self._metrics.is_file() else self.folder).stat().st_mtime
+
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, rising."""
         if not self.checkpoints.is_dir():
@@ -220,7 +230,7 @@ class Run:
             steps=profile["train"].get("steps") if profile else None,
             val_loss=losses[-1] if losses else None,
             best_val_loss=min(losses, default=None),
-            written=_when(self._metrics.stat().st_mtime),
+            written=_when(self.written),
             n_bytes=_n_bytes(self.folder),
             fault=fault,
         )
@@ -293,8 +303,9 @@ class Run:
 
 def known_runs(parent: Path) -> list[Run]:
     """The runs in a folder, the one written to last first."""
-    logs = sorted(parent.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
-    return [Run(path.parent) for path in reversed(logs)]
+    folders = sorted(parent.iterdir()) if parent.is_dir() else []
+    runs = [run for run in map(Run, folders) if run.has_begun]
+    return sorted(runs, key=lambda run: run.written, reverse=True)
 
 
 def find_run(name: str, *, parent: Path) -> Run:
@@ -304,7 +315,7 @@ def find_run(name: str, *, parent: Path) -> Run:
         Refused: there is none.
     """
     run = Run(run_folder(name, parent=parent))
-    if not (run.folder / "metrics.jsonl").is_file():
+    if not run.has_begun:
         raise Refused(
             f"{name}: no run: {nearest(name, [r.folder.name for r in known_runs(parent)])}"
         )
@@ -369,17 +380,13 @@ def newest_name(profile: str, *, parent: Path) -> str:
         Refused: there is none.
     """
     pattern = re.compile(re.escape(profile) + r"(-\d+)?")
-    folders = [
-        folder
-        for folder in (parent.iterdir() if parent.is_dir() else ())
-        if pattern.fullmatch(folder.name) and Run(folder).steps()
-    ]
-    if not folders:
-        raise Refused(
-            f"{parent}: no run of profile {profile} to resume: start one without --resume "
-            "or name it with --run"
-        )
-    return max(folders, key=lambda folder: (folder / "metrics.jsonl").stat().st_mtime).name
+    for run in known_runs(parent):
+        if pattern.fullmatch(run.folder.name) and run.steps():
+            return run.folder.name
+    raise Refused(
+        f"{parent}: no run of profile {profile} to resume: start one without --resume "
+        "or name it with --run"
+    )
 
 
 def find_checkpoint(name: str, *, parent: Path) -> Checkpoint:

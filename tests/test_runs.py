@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -116,6 +117,22 @@ def test_a_damaged_run_is_listed_with_its_fault(folder: Path, capsys: Captured) 
     assert two["fault"] is None
     assert main(["runs", "list"]) == 0
     assert "meta.json" in capsys.readouterr().err
+
+
+def test_a_run_that_lost_its_log_is_listed_and_goes_on(folder: Path, capsys: Captured) -> None:
+    """And it keeps no other run of its profile from going on."""
+    shutil.copytree("runs/two", "runs/tiny")
+    shutil.copytree("runs/two", "runs/tiny-9")
+    Path("runs/tiny-9/metrics.jsonl").unlink()
+    os.utime("runs/tiny-9", (1.0, 1.0))
+    assert [one["name"] for one in answer(capsys, "list")][-1] == "tiny-9"
+    assert answer(capsys, "show", "tiny-9")["step"] == 6
+    goes_on = ["train", "--device", "cpu", "--profile", "tiny", "--resume"]
+    for name in ("tiny", "tiny-9"):
+        assert main([*goes_on, "--set", "train.steps=7"]) == 0
+        assert Run(folder / "runs" / name).steps()[-1] == 7
+        assert [record["step"] for record in Run(folder / "runs" / name).metrics()][-1] == 7
+        shutil.rmtree("runs/tiny", ignore_errors=True)
 
 
 def test_list_says_when_there_is_nothing(
