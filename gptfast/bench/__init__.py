@@ -15,6 +15,8 @@ The measurement:
 - `sitting` which rungs stand at the same time, and whose turn it is
 - `ladder` which rungs there are
 - `overhead` what the machinery costs
+- `tune` the search for the fastest profile, by `moves` that it may make before a `deadline`
+- `to_loss` how soon recipes reach a loss
 - `statistics` warm-up, ratios, drift, claims: arithmetic alone
 
 The result:
@@ -24,4 +26,6 @@ The result:
 - `compare` two results
 - `published` ladders of others
 - `table`, `pictures` the result as text and as bars
+- `tuned` what the search found, and the profile that it writes
+- `to_loss_table` the race as text
 """

@@ -3,7 +3,7 @@
 Greedy: the best profile so far stands, and one change at a time stands beside it and is measured by
 turns with it, as rungs are. What is left out goes where it brings nothing; what is added or set has
 to be faster by its interval. At the end the result meets the profile that the search began from,
-and the one that an earlier search found, in one sitting: it is never slower than those.
+and the one that an earlier search found, in one sitting: one that is faster there is kept instead.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def tune(
     found = registry.discover()
     registry.plan(loaded.profile, found=found, origins=loaded.origins)
     protocol = protocol or Protocol(rounds=ROUNDS)
-    protocol = replace(protocol, patience_s=min(protocol.patience_s, minutes * 60))
+    # Two questions are asked before there is a deadline: of the machine, and of the plugins.
+    protocol = replace(protocol, patience_s=min(protocol.patience_s, minutes * 60 / 2))
     with bound(loaded, device=device, protocol=protocol, unsupported=True, tell=tell) as there:
         return search(
             there,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -163,6 +164,8 @@ def check_place(path: Path, name: str) -> None:
         raise Refused(f"--name {name}: use letters, digits, - and _ for the name of a profile")
     if not path.parent.is_dir():
         raise Refused(f"{path}: there is no folder {path.parent}: make it, or use another --out")
+    if not os.access(path.parent, os.W_OK):
+        raise Refused(f"{path}: its folder cannot be written to: use another --out")
     if path.exists() and name in config.own_names(path) and not has_earlier(path, name):
         raise Refused(
             f"{path}: has a [profiles.{name}] that is not tune's: choose another with --name, or "
