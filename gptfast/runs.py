@@ -170,11 +170,16 @@ class Run:
         return folder.rename(aside)
 
     def point(self, pointer: str, step: int | None) -> None:
-        """Have `latest` or `best` name the checkpoint of `step`; None: there is none."""
+        """Have `latest` or `best` name the checkpoint of `step`; None: there is none.
+
+        Raises:
+            GptfastError: the disk is full or not writable.
+        """
         if step is None:
             (self.folder / pointer).unlink(missing_ok=True)
             return
-        replace_text(self.folder / pointer, f"{self.checkpoint_folder(step).name}\n")
+        with _saying_how_to_go_on(self.folder / pointer):
+            replace_text(self.folder / pointer, f"{self.checkpoint_folder(step).name}\n")
 
     def rotate(self, *, keep: int, best: int | None) -> None:
         """Delete all checkpoints but the newest `keep` and the best."""
@@ -185,16 +190,14 @@ class Run:
                 shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.gone")))
 
     def log(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Append records to `metrics.jsonl`."""
+        """Append records to `metrics.jsonl`.
+
+        Raises:
+            GptfastError: the disk is full or not writable.
+        """
         lines = "".join(json.dumps(record) + "\n" for record in records)
-        try:
-            with self._metrics.open("a", encoding="utf-8") as file:
-                file.write(lines)
-        except OSError as error:
-            raise GptfastError(
-                f"{self._metrics}: cannot add {len(lines):,} bytes ({error.strerror}): free disk "
-                "space and continue with --resume"
-            ) from error
+        with _saying_how_to_go_on(self._metrics), self._metrics.open("a", encoding="utf-8") as file:
+            file.write(lines)
 
     def metrics(self) -> list[dict[str, Any]]:
         """All records so far; a line that a kill or a crash cut short is left out."""
@@ -294,11 +297,19 @@ class Run:
         )
 
     def back_to(self, step: int, *, best: int | None) -> None:
-        """Forget what came after a step, which a resumed run will do again."""
+        """Forget what came after a step, which a resumed run will do again.
+
+        Args:
+            best: of the steps up to there; its checkpoint went where a later one was better.
+
+        Raises:
+            GptfastError: the disk is full or not writable.
+        """
         kept = [record for record in self.metrics() if record["step"] <= step]
-        replace_text(self._metrics, "".join(json.dumps(record) + "\n" for record in kept))
+        with _saying_how_to_go_on(self._metrics):
+            replace_text(self._metrics, "".join(json.dumps(record) + "\n" for record in kept))
         self.point("latest", step)
-        self.point("best", best)
+        self.point("best", best if best in self.steps() else None)
 
 
 def known_runs(parent: Path) -> list[Run]:
@@ -403,6 +414,18 @@ def find_checkpoint(name: str, *, parent: Path) -> Checkpoint:
     known = sorted(path.name for path in parent.iterdir()) if parent.is_dir() else []
     runs = f"runs here: {', '.join(known)}" if known else f"there is no run under {parent}"
     raise Refused(f"{name}: neither a run nor a checkpoint folder: {runs}")
+
+
+@contextmanager
+def _saying_how_to_go_on(path: Path) -> Iterator[None]:
+    """A small file that a full disk has no room for stops a run as a large one does."""
+    try:
+        yield
+    except OSError as error:
+        raise GptfastError(
+            f"{path}: cannot be written ({error.strerror}): free disk space and continue with "
+            "--resume"
+        ) from error
 
 
 def _n_bytes(folder: Path) -> int:

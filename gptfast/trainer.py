@@ -414,8 +414,8 @@ class Trainer:
             tokenizer=self.store.tokenizer_definition,
             meta={"step": step, "fits": self.fits, **self._provenance},
         )
-        run.point("latest", step)
         self.saved_step = step
+        run.point("latest", step)
         self.listener.saved(step, str(checkpoint.folder))
 
     def evaluate(self) -> Score | None:

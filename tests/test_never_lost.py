@@ -27,8 +27,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gptfast import registry, session
-from gptfast.checkpoint import Checkpoint, save_checkpoint
+from gptfast import registry, runs, session
+from gptfast.checkpoint import Checkpoint, replace_text, save_checkpoint
 from gptfast.cli import main
 from gptfast.contract.tiny import write_tiny_store
 from gptfast.errors import Refused
@@ -194,6 +194,18 @@ def test_pointers_name_no_checkpoint_that_was_set_aside(run: Run) -> None:
     cut(run.checkpoint_folder(6) / "trainer.pt")
     assert resume("--stop-at", "4") == 0
     assert (run.folder / "latest").read_text() == "step-000004\n"
+    assert not (run.folder / "best").exists()
+
+
+def test_falling_back_behind_the_best_leaves_no_pointer_to_a_deleted_one(run: Run) -> None:
+    """Step 4 says that 2 was the best, and then 6 was better and 2 was deleted."""
+    path = run.checkpoint_folder(4) / "trainer.pt"
+    state = torch.load(path, weights_only=True)
+    state["progress"].update(best_step=2, best_loss=2.0)
+    torch.save(state, path)
+    cut(run.checkpoint_folder(6) / "trainer.pt")
+    shutil.rmtree(run.checkpoint_folder(2))
+    assert resume("--stop-at", "4") == 0
     assert not (run.folder / "best").exists()
 
 
@@ -631,6 +643,27 @@ def test_a_full_disk_leaves_the_old_checkpoint(
     assert equal(weights(run), weights(Run(run.folder.with_name("two"))))
     tally("faults injected")
     tally("resumes compared")
+
+
+@pytest.mark.parametrize("name", ["latest", "best", "metrics.jsonl"])
+def test_a_disk_full_at_a_small_file_is_said_so_and_loses_no_step(
+    run: Run, capsys: Captured, monkeypatch: pytest.MonkeyPatch, tally: Tally, name: str
+) -> None:
+    def full(path: Path, text: str) -> None:
+        if path.name == name:
+            raise OSError(28, "No space left on device")
+        replace_text(path, text)
+
+    (run.folder / "best").unlink(missing_ok=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "replace_text", full)
+        assert resume("--stop-at", "7", "--set", "train.eval_interval=7") == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{name}: cannot be written (No space left on device): free disk space" in error
+    assert "--resume" in error
+    assert resume("--stop-at", "7") == 0
+    assert equal(weights(run), weights(Run(run.folder.with_name("two"))))
+    tally("faults injected")
 
 
 def test_a_kill_between_two_renames_loses_nothing(run: Run) -> None:
