@@ -251,7 +251,8 @@ def test_gaps_and_markers_of_openais_own_files(tmp_path: Path) -> None:
         (b"YQ== 0\n*** 1\n", "line 2: is not"),
         (b"YQ== 0\nYg== 0\n", "line 2: gives a token or an id that stands above"),
         (b"YQ== 0\nYQ== 1\n", "line 2: gives a token or an id that stands above"),
-        (b"YQ== -1\n", "line 1: gives"),
+        (b"YQ== -1\n", r"line 1: gives the id -1, which must be in \[0, 16777216\)"),
+        (b"YQ== 5000000000\n", "line 1: gives the id 5000000000, which must"),
         (b"YQ== 0\n", r"has no token for byte 0x00 \(255 bytes are missing\)"),
     ],
 )
@@ -274,6 +275,10 @@ def test_a_damaged_rank_file_is_refused(content: bytes, complaint: str, tmp_path
         ("list.json", "does not describe a tokenizer"),
         ("other.json", "does not describe a tokenizer"),
         ("odd.json", "does not describe a tokenizer"),
+        (
+            "huge.json",
+            r"does not describe a tokenizer \(ValueError: the id 5000000000 of 'a' is not",
+        ),
         ("bpe:300", "is made from the text"),
         ("chars", "is made from the text"),
     ],
@@ -287,6 +292,9 @@ def test_what_is_no_tokenizer_is_refused(
     Path("list.json").write_text("[1]")
     Path("other.json").write_text('{"kind": "bpe"}')
     Path("odd.json").write_text('{"added_tokens": [], "model": {"type": "Odd"}}')
+    Path("huge.json").write_text(
+        '{"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 5000000000}, "merges": []}}'
+    )
     with pytest.raises(Refused, match=complaint) as caught:
         load_tokenizer(name)
     assert "\n" not in str(caught.value)

@@ -184,6 +184,7 @@ def test_a_table_that_would_run_something_is_refused_and_runs_nothing(
         b"\x80\x04}h\x07.",
         b"\x80\x04}r\xff\xff\xff\xef.",
         b"\x80\x04}N" + 300_000 * b"\x85" + b"Ns.",
+        pickle.dumps({"vocab_size": 1 << 64}),
     ],
     ids=[
         "empty",
@@ -196,6 +197,7 @@ def test_a_table_that_would_run_something_is_refused_and_runs_nothing(
         "a place never filled",
         "a place for which 60 GB would be set aside",
         "a key too deep to be hashed",
+        "more ids than a model can have",
     ],
 )
 def test_what_is_no_table_is_refused(tmp_path: Path, content: bytes) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from gptfast.data.vocabularies.text import MOST_IDS
 from gptfast.errors import Refused
 
 META = "meta.pkl"
@@ -79,7 +80,7 @@ def read_meta(path: Path) -> Meta:
         raise Refused(f"{path}: holds a {type(meta).__name__}, not a dict: {_AWAY}")
     letters = _letters(meta.get("itos"))
     vocab_size = meta.get("vocab_size", letters and len(letters))
-    if type(vocab_size) is not int or vocab_size < 1:
+    if type(vocab_size) is not int or not 1 <= vocab_size <= MOST_IDS:
         raise Refused(f"{path}: has no vocab_size that is a number of ids: {_AWAY}")
     whole = letters is not None and len(letters) == vocab_size
     return Meta(vocab_size, "".join(letters) if letters and whole else None)

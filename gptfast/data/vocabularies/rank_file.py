@@ -12,6 +12,7 @@ import binascii
 from pathlib import Path
 
 from gptfast.data.vocabularies.bpe import END_OF_TEXT, PATTERNS, Bpe
+from gptfast.data.vocabularies.text import MOST_IDS
 from gptfast.errors import Refused
 from gptfast.profile import nearest
 
@@ -91,7 +92,12 @@ def _ranks(path: Path) -> dict[bytes, int]:
                 f"{path}: line {number}: is not a token in base64 and its id, but "
                 f"{line[:40].decode('utf-8', 'replace')!r}: fetch the file again"
             ) from None
-        if not len(ranks) == len(ids) or int(rank) < 0:
+        if not 0 <= int(rank) < MOST_IDS:
+            raise Refused(
+                f"{path}: line {number}: gives the id {int(rank)}, which must be in [0, "
+                f"{MOST_IDS}): fetch the file again"
+            )
+        if len(ranks) != len(ids):
             raise Refused(
                 f"{path}: line {number}: gives a token or an id that stands above already: fetch "
                 "the file again"

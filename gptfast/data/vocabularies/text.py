@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.uint32]
 
+MOST_IDS = 1 << 24
+"""More than any vocabulary has: an id beyond is damage, and tables of all ids are in memory."""
+
 
 def whole_characters(parts: Iterable[bytes]) -> Iterator[str]:
     """The text of UTF-8 `parts` as they come; part of a character waits for the rest of it."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from gptfast.data.vocabularies.bpe import PATTERNS, Bpe, before_last_merge, printable_bytes
 from gptfast.data.vocabularies.hugging_face import HuggingFace
+from gptfast.data.vocabularies.text import MOST_IDS
 from gptfast.errors import Refused
 
 FILE = "tokenizer.json"
@@ -47,6 +48,7 @@ def read_tokenizer_json(path: Path) -> Bpe | HuggingFace:
     name = path.absolute().parent.name if path.name == FILE else path.stem
     try:
         markers = {token["content"]: token["id"] for token in content["added_tokens"]}
+        _check_ids(markers, content["model"].get("vocab"))
         separator = _separator(path.with_name("tokenizer_config.json"), markers)
         bpe = _as_bpe(name, content, separator)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -60,6 +62,14 @@ def read_tokenizer_json(path: Path) -> Bpe | HuggingFace:
         return HuggingFace(name, content=content, separator=separator)
     except ValueError as error:
         raise Refused(f"{path}: {error}: fetch the file again") from error
+
+
+def _check_ids(markers: Mapping[str, Any], vocab: Any) -> None:
+    """Of a vocabulary with scores instead of ids a list is all there is."""
+    numbered = [*markers.items(), *(vocab.items() if isinstance(vocab, dict) else ())]
+    for token, number in numbered:
+        if not 0 <= number < MOST_IDS:
+            raise ValueError(f"the id {number} of {token!r} is not in [0, {MOST_IDS})")
 
 
 def _json(path: Path) -> Any:
