@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from traceback import walk_tb
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 T = TypeVar("T")
+CORE = __name__.partition(".")[0]
 NO_SCOPE: AbstractContextManager[object] = nullcontext()
 
 
@@ -71,8 +73,11 @@ class Hooks:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Last words and undoing, in reverse order; the first error is the one that is raised."""
-        first = error
+        """Last words and undoing, in reverse order; the first error is the one that is raised.
+
+        Where a plugin's code raised it, as what it hung on the model does, that plugin is named.
+        """
+        first = self._traced(error) or error
         while self._begun:
             enabled, undo = self._begun.pop()
             for name, last in (("teardown", enabled.plugin.teardown), ("setup's undo", undo.close)):
@@ -86,6 +91,21 @@ class Hooks:
                         self._note(f"while stopping: {failure}")
         if first is not None and first is not error:
             raise first
+
+    def _traced(self, error: BaseException | None) -> GptfastError | None:
+        """The error as that of the plugin whose code raised it; None: no single plugin's did."""
+        if not isinstance(error, Exception) or isinstance(error, GptfastError):
+            return None
+        for frame, _ in reversed(list(walk_tb(error.__traceback__))):
+            module = frame.f_globals.get("__name__", "")
+            if module.partition(".")[0] == CORE:
+                break
+            owners = [e for e in self.enabled if type(e.plugin).__module__ == module]
+            if len(owners) == 1:
+                blamed = _blamed(owners[0], frame.f_code.co_name, error)
+                blamed.__cause__ = error
+                return blamed
+        return None
 
     # setup -------------------------------------------------------------------------------
 

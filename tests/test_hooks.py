@@ -16,8 +16,18 @@ from gptfast.contract.process import differences, process_state
 from gptfast.errors import GptfastError, Refused
 from gptfast.hooks import Hooks
 from gptfast.machine import find_machine
-from gptfast.optim import PlainStepper
-from gptfast.plugin import Context, Evaluated, Options, Plugin, Profile, Stepped, Stepper, Want
+from gptfast.optim import PlainStepper, set_rates
+from gptfast.plugin import (
+    Context,
+    Evaluated,
+    Options,
+    Parts,
+    Plugin,
+    Profile,
+    Stepped,
+    Stepper,
+    Want,
+)
 
 CPU = find_machine("cpu")
 
@@ -124,6 +134,37 @@ def test_the_first_error_is_the_one_reported_and_the_others_are_noted() -> None:
         "report it to its authors or use --without a",
         "a.undo",
     ]
+
+
+class Hangs(Plugin):
+    """Hangs a function on the model, which fails after the hook that did so."""
+
+    def ready(self, parts: Parts) -> None:
+        def refuses(module: nn.Module, args: Any) -> None:
+            raise ValueError("odd numbers")
+
+        parts.raw_model.register_forward_pre_hook(refuses)
+
+
+def test_what_a_plugin_hung_on_the_model_fails_in_its_name() -> None:
+    said = r"plugin hangs \(tests 1.0\) failed in refuses: ValueError: odd numbers"
+    with pytest.raises(GptfastError, match=said), rig_of(hangs=Hangs) as rig:
+        rig.train(rig.profile())
+
+
+class CallsOurs(Plugin):
+    """Hangs a function on the model that calls the core wrongly."""
+
+    def ready(self, parts: Parts) -> None:
+        def calls(module: nn.Module, args: Any) -> None:
+            set_rates(module, 1.0)  # type: ignore[arg-type]  # the fault
+
+        parts.raw_model.register_forward_pre_hook(calls)
+
+
+def test_an_error_in_the_core_is_blamed_on_no_plugin() -> None:
+    with pytest.raises(AttributeError), rig_of(calls_ours=CallsOurs) as rig:
+        rig.train(rig.profile())
 
 
 def test_an_error_while_stopping_is_reported_where_it_is_the_first() -> None:
