@@ -308,6 +308,16 @@ def test_tuned_again_it_is_what_was_found_before() -> None:
     assert third.untried
 
 
+def test_one_before_that_changed_nothing_is_not_measured_twice() -> None:
+    start: dict[str, dict[str, Any]] = {"dragging": {}}
+    machine = Workshop()
+    result = look_for(machine, start, known=tiny_profile(start))
+    assert BEFORE not in trials(result)
+    assert result.over_known is None
+    assert [worker.name for worker in machine.workers].count(THE_PROFILE) == 2
+    assert BEFORE not in [worker.name for worker in machine.workers]
+
+
 def test_a_result_slower_than_the_one_before_gives_way_to_it() -> None:
     """The one before is slow when it is tried, and fast when all meet at the end."""
     best = tiny_profile({"wings": {}}).replace({"train.micro_batch": 2})

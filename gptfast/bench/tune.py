@@ -123,8 +123,10 @@ def search(
         guards = {THE_PROFILE: start}
         ways = list(moves(there.profile, classes))
         if known is not None and same_task(known, there.profile, classes):
-            guards[BEFORE] = _like(start, known)
-            ways.insert(0, _as_before(guards[BEFORE]))
+            like_before = _like(start, known)
+            if not _equal(like_before, start):
+                guards[BEFORE] = like_before
+                ways.insert(0, _as_before(like_before))
         elif known is not None:
             warnings.append(f"the {BEFORE} trains something else and took no part")
         deadline.at = end - run.sitting_s(len(guards))
