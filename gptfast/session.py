@@ -100,6 +100,7 @@ def opened(
     machine = find_machine(device, place=place)
     check_shares(loaded.profile, place)
     with Store.open(Path(loaded.profile.data.path)) as store:
+        store.hold()
         if checkpoint is not None:
             check_data(checkpoint, store)
         profile = with_vocabulary(loaded.profile, store)

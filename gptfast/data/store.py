@@ -59,6 +59,7 @@ class Store:
         self._hdf5: dict[Path, h5py.File] = {}
         self._owner_pid: int | None = None
         self._inherited: list[object] = []
+        self._held_definition: dict[str, Any] | None = None
 
     @classmethod
     def open(cls, path: str | Path) -> Store:
@@ -114,9 +115,21 @@ class Store:
         """What the text is and where it came from; None: a foreign file."""
         return self.layout.source
 
+    def hold(self) -> None:
+        """Open all that a run reads: a file that takes this one's name later is not read then.
+
+        Worker processes open it for themselves when they start, and refuse another file.
+        """
+        for split in self.splits:
+            self.tokens(split)
+        self._held_definition = self._read_definition()
+
     @property
     def tokenizer_definition(self) -> dict[str, Any] | None:
         """All that it takes to build the tokenizer anew; None: a foreign file of bare ids."""
+        return self._held_definition or self._read_definition()
+
+    def _read_definition(self) -> dict[str, Any] | None:
         if self.tokenizer_name is None:
             return None
         if self.layout.kind == OWN:
