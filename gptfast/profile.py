@@ -167,6 +167,9 @@ class TrainConfig(Table):
     """AdamW's second moment."""
     grad_clip: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
     """Largest norm of the gradient; 0 turns clipping off."""
+    finite_check: Literal["auto", "update"] = "auto"
+    """When a loss or gradient that is not finite stops the run. "update": before it is applied.
+    "auto": so too where looking costs no wait (CPU), else with the next log and before any save."""
     eval_interval: Annotated[int, Field(ge=0)] = 250
     """Steps between evaluations; 0: only after the last step."""
     eval_tokens: Positive | None = None

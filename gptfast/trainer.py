@@ -132,7 +132,8 @@ class Trainer:
             # Walking through the modules takes longer than the rest of a step's bookkeeping.
             self._parameters = list(built.model.parameters())
             # A plugin's stepper may leave such an update out by itself, as fp16's does.
-            self._looks_first = not (built.owned_stepper or self.machine.runs_ahead)
+            waits = self.machine.runs_ahead and self.profile.train.finite_check == "auto"
+            self._looks_first = not (built.owned_stepper or waits)
             if self._checkpoint is not None and self.kept_in is not None:
                 self.kept_in.back_to(self.progress.step, best=self.progress.best_step)
                 self.saved_step = self.progress.step

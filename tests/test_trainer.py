@@ -652,7 +652,11 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 @pytest.mark.parametrize("save_interval", [2, 6])
-@pytest.mark.parametrize("runs_ahead", [False, True], ids=["cpu", "device"])
+@pytest.mark.parametrize(
+    ("runs_ahead", "check"),
+    [(False, "auto"), (True, "auto"), (True, "update")],
+    ids=["cpu", "device", "device-asked"],
+)
 def test_what_is_not_finite_stops_the_run_and_is_never_saved(
     train: Train,
     tmp_path: Path,
@@ -662,19 +666,25 @@ def test_what_is_not_finite_stops_the_run_and_is_never_saved(
     what: str,
     save_interval: int,
     runs_ahead: bool,
+    check: str,
 ) -> None:
-    """TRN-06: before the update on a CPU, before the next save on a device that runs ahead."""
+    """TRN-06: before the update on a CPU or where asked for, else before the next save."""
     monkeypatch.setattr(Machine, "runs_ahead", runs_ahead)
+    applied = runs_ahead and check == "auto"
     AFTER.clear()
     WEIGHTS.clear()
-    settings = (f"plugins.not-finite.what={what}", f"train.save_interval={save_interval}")
+    settings = (
+        f"plugins.not-finite.what={what}",
+        f"train.save_interval={save_interval}",
+        f'train.finite_check="{check}"',
+    )
     assert train(*[word for one in settings for word in ("--set", one)]) == 1
     said = capsys.readouterr().err
     assert "step 5: loss" in said
     assert {"loss": "loss nan", "gradient": "gradient norm inf"}[what] in said
-    assert ("applied and not saved" if runs_ahead else "not applied") in said
+    assert ("applied and not saved" if applied else "not applied") in said
     assert "Traceback" not in said
-    assert (AFTER[-1] == 4) is not runs_ahead
+    assert (AFTER[-1] == 4) is not applied
 
     run = kept(tmp_path)
     with Store.open(tmp_path / "tiny.h5") as store:
@@ -691,7 +701,7 @@ def test_what_is_not_finite_stops_the_run_and_is_never_saved(
 
         saved = load_file(run.latest().folder / "model.safetensors")
         unchanged = all(torch.equal(saved[name], WEIGHTS[-1][name]) for name in saved)
-        assert unchanged is not runs_ahead
+        assert unchanged is not applied
     tally("faults injected")
 
 
