@@ -3,7 +3,8 @@
 What: torch's DistributedDataParallel averages the gradients of all processes while the backward
 pass still runs; micro-batches before a step's last wait with it. All see the same loss, the mean
 over the windows of all. Before each next step they tell each other whether one was asked to stop,
-so that all stop after the same step.
+so that all stop after the same step. Exit code 130 or 143 is that of each that a signal reached;
+where none did it is 0.
 Helps: with several GPUs; on CPUs across machines. A step's windows are the same however many
 processes share them, and a run can be resumed with another number.
 Costs: a copy of weights and optimizer for each process, and the gradients' way between devices.
