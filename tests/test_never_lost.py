@@ -158,6 +158,8 @@ DAMAGES = [
         for damage in (cut, zeroed, hostile_pickle)
     ],
     ("trainer.pt", Path.unlink),
+    ("trainer.pt", lambda path: path.write_bytes(b"")),
+    ("trainer.pt", lambda path: path.write_text("a text under this name")),
     ("model.safetensors", zeroed_at_the_end),
     ("trainer.pt", zeroed_at_the_end),
     ("trainer.pt", hostile_zip),
