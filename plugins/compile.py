@@ -7,9 +7,8 @@ Python number that changes would be compiled anew at each step.
 Helps: everywhere a compiler works, most on GPUs and with small layers.
 Costs: half a minute to some minutes at the first step and again at the first evaluation. The
 modes "reduce-overhead" and "max-autotune" replay CUDA graphs and keep more memory.
-On a CPU the kernels are called from C++, so that threads (`batch-threads`) need not wait for each
-other's interpreter, and sums are made in one order, so that two runs are equal bit for bit; no cost
-of that was seen (40.0 against 40.8 ms a step). On GPUs it may cost, and is left as torch has it.
+On a CPU the compiled sums are made in one order, so that two runs are equal bit for bit; no cost of
+that was seen (40.0 against 40.8 ms a step). On GPUs it may cost, and is left as torch has it.
 Claim: rounding, within 0.5 % of the baseline's loss: fused sums are made in another order. With
 dropout, other random numbers are drawn.
 
@@ -132,9 +131,6 @@ class CompileOptions(Options):
     """Stop where a part of the model cannot be compiled, instead of leaving it plain."""
     dynamic: bool = False
     """Compile once for sizes that change. Here they do not."""
-    cpp_wrapper: bool | None = None
-    """Call the kernels from C++ instead of Python, which then does not hold up other threads. None:
-    on a CPU. Only inductor has such a wrapper."""
     optimizer: bool = False
     """Compile the optimizer's update too."""
     required: bool = False
@@ -150,10 +146,8 @@ class Compile(Plugin):
     Options = CompileOptions
 
     _model: nn.Module
-    _kind: str
 
     def supports(self, machine: Machine) -> Support:
-        self._kind = machine.kind
         try:
             self._trial(machine)
         except (RuntimeError, OSError, ImportError) as error:
@@ -171,8 +165,7 @@ class Compile(Plugin):
 
         # What this run compiled holds its model, and counts against torch's limit of versions.
         context.undo(torch.compiler.reset)
-        self._kind = context.machine.kind
-        if self._kind == "cpu":
+        if context.machine.kind == "cpu":
             order_sums(context)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
@@ -194,14 +187,9 @@ class Compile(Plugin):
 
         options = self.options
         asked = {"fullgraph": options.fullgraph, "dynamic": options.dynamic, **changed}
-        on_cpu = self._kind == "cpu" and options.backend == "inductor"
-        if on_cpu if options.cpp_wrapper is None else options.cpp_wrapper:
-            # torch takes a mode or options, and a mode is a set of options.
-            mode = torch._inductor.list_mode_options(options.mode)
-            asked["options"] = {**mode, "cpp_wrapper": True}
-        else:
-            asked["mode"] = options.mode
-        compiled: Callable[..., Any] = torch.compile(function, backend=options.backend, **asked)
+        compiled: Callable[..., Any] = torch.compile(
+            function, backend=options.backend, mode=options.mode, **asked
+        )
         return compiled
 
     def _trial(self, machine: Machine) -> None:

@@ -49,7 +49,7 @@ def command(
     device: str,
     as_json: bool,
 ) -> None:
-    """Search the fastest form of a profile on this machine, and write it down.
+    """Search the fastest form of a profile on this machine.
 
     Plugins are left out and switched on, their options, precision and micro-batches changed, one at
     a time, measured by turns with the best so far; recipes stay as they are. The new profile says
