@@ -135,7 +135,8 @@ class Gigatoken:
     def __init__(self, bpe: Bpe) -> None:
         self._bpe = bpe
         self._process = psutil.Process()
-        self._ceiling = self._process.memory_info().rss + _ROOM
+        before = self._process.memory_info().rss
+        self._ceiling, self._highest = before + _ROOM, before + 2 * _ROOM
         # One for each thread: two in the same one fail. The last used comes first, so that few
         # threads make few; None: one not made yet.
         self._backends: queue.LifoQueue[_Backend | None] = queue.LifoQueue()
@@ -159,10 +160,16 @@ class Gigatoken:
         try:
             if backend is None or self._has_kept_too_much(backend):
                 backend = None  # gone before the next one is made
+                self._make_room()
                 backend = _Backend(_loaded(self._bpe))
             yield backend
         finally:
             self._backends.put(backend)
+
+    def _make_room(self) -> None:
+        """What did not go with a backend was not its: it does not count against the next one."""
+        rest = self._process.memory_info().rss
+        self._ceiling = max(self._ceiling, min(rest + _ROOM // 2, self._highest))
 
     def _has_kept_too_much(self, backend: _Backend) -> bool:
         return backend.n_bytes > _WORTH and self._process.memory_info().rss > self._ceiling
