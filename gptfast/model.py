@@ -11,7 +11,7 @@ H query heads, G key/value heads, D head size, F hidden width of the MLP, N toke
 from __future__ import annotations
 
 import math
-from typing import Protocol, overload
+from typing import Any, Protocol, overload
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,15 @@ class TokenLoss(Protocol):
         *,
         vocab_size: int,
         softcap: float | None,
+    ) -> Tensor: ...
+
+
+class Attend(Protocol):
+    """From queries, keys and values to what each token has gathered; a plugin may put its own in
+    its place, together with the model's `mask_of`, whose result it takes."""
+
+    def __call__(
+        self, q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, mask_TS: Any, dropout: float
     ) -> Tensor: ...
 
 
@@ -111,13 +120,14 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, heads * config.head_size, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
+        self.attend: Attend = sdpa_attention if config.attention == "sdpa" else plain_attention
 
     def forward(
         self,
         x_BTC: Tensor,
         *,
         rope: tuple[Tensor, Tensor] | None,
-        mask_TS: Tensor,
+        mask_TS: Any,
         cache: KVCache | None,
     ) -> Tensor:
         config = self.config
@@ -135,8 +145,7 @@ class Attention(nn.Module):
             q_BHTD, k_BGTD = rotate(q_BHTD, *rope), rotate(k_BGTD, *rope)
         if cache is not None:
             k_BGTD, v_BGTD = cache.extend(self.layer, k_BGTD, v_BGTD)
-        attend = sdpa_attention if config.attention == "sdpa" else plain_attention
-        y_BHTD = attend(
+        y_BHTD = self.attend(
             q_BHTD,
             k_BGTD,
             v_BGTD,
@@ -224,7 +233,7 @@ class Block(nn.Module):
         x_BTC: Tensor,
         *,
         rope: tuple[Tensor, Tensor] | None,
-        mask_TS: Tensor,
+        mask_TS: Any,
         cache: KVCache | None,
     ) -> Tensor:
         x_BTC = x_BTC + self.attn(self.ln_1(x_BTC), rope=rope, mask_TS=mask_TS, cache=cache)
@@ -299,6 +308,12 @@ class GPT(nn.Module):
     def head_VC(self) -> Tensor:
         return self.wte.weight if self.config.tied_head else self.lm_head.weight
 
+    def mask_of(self, tokens_BT: Tensor, cache: KVCache | None = None) -> Any:
+        """What the attention of every block is told: (T, S), True where a token may look."""
+        T = tokens_BT.size(1)
+        start = cache.length if cache is not None else 0
+        return self.mask[start : start + T, : start + T]
+
     def hidden(self, tokens_BT: Tensor, cache: KVCache | None = None) -> Tensor:
         """Hidden state behind the final norm, (B, T, C); appends to `cache` where there is one."""
         T = tokens_BT.size(1)
@@ -310,7 +325,7 @@ class GPT(nn.Module):
         else:
             rope = (self.rope_cos[start : start + T], self.rope_sin[start : start + T])
         x_BTC = self.drop(x_BTC)
-        mask_TS = self.mask[start : start + T, : start + T]
+        mask_TS = self.mask_of(tokens_BT, cache)
         for block in self.h:
             x_BTC = block(x_BTC, rope=rope, mask_TS=mask_TS, cache=cache)
         if cache is not None:

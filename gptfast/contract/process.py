@@ -42,6 +42,7 @@ def process_state(machine: Machine) -> dict[str, Any]:
         "memory-efficient attention": cuda.mem_efficient_sdp_enabled(),
         "math attention": cuda.math_sdp_enabled(),
         "cudnn attention": cuda.cudnn_sdp_enabled(),
+        "flash implementation": torch.nn.attention.current_flash_attention_impl(),
         "autocast cache": torch.is_autocast_cache_enabled(),
         "generators": generators(machine),
         "environment": _environment(),
