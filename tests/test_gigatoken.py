@@ -9,7 +9,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -123,7 +122,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Bpe]:
 
 
 def test_many_threads_share_few_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads in one fail with "Already borrowed"."""
     made = counted(monkeypatch)
     bpe, _ = gpt2()
     gigatoken = Gigatoken(bpe)
@@ -137,6 +135,26 @@ def test_many_threads_share_few_backends(monkeypatch: pytest.MonkeyPatch) -> Non
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(encode, texts))
     assert 1 <= len(made) <= encoders._BACKENDS
+
+
+def test_other_threads_run_meanwhile() -> None:
+    """Of its other calls some hold Python's lock until all of the text is encoded."""
+    _, gigatoken = gpt2()
+    text = "".join(f"word {n} " for n in range(600_000))
+    ticks: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(tick)
+        begin = time.perf_counter()
+        gigatoken.encode(text)
+        end = time.perf_counter()
+        done.set()
+    assert sum(begin < at < end for at in ticks) > 5
 
 
 def test_one_that_has_kept_too_much_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,11 +263,8 @@ def test_other_ids_stop_the_command(
     for name in names:
         (tmp_path / name).write_text(f"This is {name}, you see. " * 10)
 
-    def loaded(bpe: Bpe) -> SimpleNamespace:
-        def encode(content: bytes) -> Any:
-            return bpe.encode(content.decode().replace(f"is {wrong}", f"was {wrong}"))
-
-        return SimpleNamespace(encode=encode)
+    def loaded(bpe: Bpe) -> Any:
+        return lambda text: bpe.encode(text.decode().replace(f"is {wrong}", f"was {wrong}"))
 
     monkeypatch.setattr(encoders, "_loaded", loaded)
     with pytest.raises(GptfastError) as caught:

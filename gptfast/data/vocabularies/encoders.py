@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import queue
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,6 @@ from gptfast.data.vocabularies.text import Ids
 from gptfast.errors import Refused
 
 if TYPE_CHECKING:
-    from gigatoken.gigatoken_rs import BPETokenizer
-
     from gptfast.data.tokenizer import Tokenizer
     from gptfast.data.vocabularies.bpe import Bpe
 
@@ -38,7 +36,7 @@ _SCHEMES = {"gpt2": "gpt2", "cl100k_base": "gpt4", "o200k_base": "o200k"}
 _ALL_REACHED = ("gpt2",)
 """Vocabularies whose every token merges make, so that a second need not be spent on looking."""
 _BACKENDS = 4
-"""Threads that it serves at once; more would not be kept busy."""
+"""Threads that encode at once: more would wait for those that read and write."""
 _ROOM = 200 << 20
 """Bytes by which the process may grow until a backend that has encoded `_WORTH` is dropped."""
 _WORTH = 1 << 23
@@ -122,7 +120,7 @@ class Own:
 
 @dataclass
 class _Backend:
-    encoder: BPETokenizer
+    encode: Callable[[bytes], Ids]
     n_bytes: int = 0
     """Encoded so far."""
 
@@ -137,8 +135,8 @@ class Gigatoken:
         self._process = psutil.Process()
         before = self._process.memory_info().rss
         self._ceiling, self._highest = before + _ROOM, before + 2 * _ROOM
-        # One for each thread: two in the same one fail. The last used comes first, so that few
-        # threads make few; None: one not made yet.
+        # One for each thread: in the same one a second would wait. The last used comes first, so
+        # that few threads make few; None: one not made yet.
         self._backends: queue.LifoQueue[_Backend | None] = queue.LifoQueue()
         for _ in range(_BACKENDS):
             self._backends.put(None)
@@ -152,7 +150,7 @@ class Gigatoken:
             return self._bpe.encode(text)
         with self._backend() as backend:
             backend.n_bytes += len(content)
-            return backend.encoder.encode(content)
+            return backend.encode(content)
 
     @contextmanager
     def _backend(self) -> Iterator[_Backend]:
@@ -191,8 +189,8 @@ def _has_new_letters(content: bytes) -> bool:
     )
 
 
-def _loaded(bpe: Bpe) -> BPETokenizer:
-    from gigatoken.gigatoken_rs import BPETokenizer
+def _loaded(bpe: Bpe) -> Callable[[bytes], Ids]:
+    from gigatoken.gigatoken_rs import BPETokenizer, PadTruncate
 
     from gptfast.data.vocabularies.bpe import PATTERNS
 
@@ -203,4 +201,13 @@ def _loaded(bpe: Bpe) -> BPETokenizer:
         path = Path(folder, "ranks.tiktoken")
         path.write_bytes(b"".join(lines))
         # Without special tokens: it would see them in the text.
-        return BPETokenizer.from_tiktoken(path, scheme, {})
+        tokenizer = BPETokenizer.from_tiktoken(path, scheme, {})
+    as_it_is = PadTruncate(pad_id=0)
+
+    def encode(content: bytes) -> Ids:
+        # A batch of one: of the calls that give an array it alone lets other threads run meanwhile.
+        rows, _ = tokenizer.encode_batch_padded([content], as_it_is, parallel=False)
+        ids: Ids = rows[0]
+        return ids
+
+    return encode
