@@ -12,6 +12,7 @@ from bench_plugins import Half, Hungry
 from plugin_helpers import enabled
 
 from gptfast.bench.conditions import Conditions
+from gptfast.bench.gauge import Gauge
 from gptfast.bench.ladder import Bound, measure, measure_without
 from gptfast.bench.messages import (
     Built,
@@ -203,6 +204,11 @@ class FakeWorker:
         self.closed, self.standing = True, False
 
 
+def gauge(peak: float = FACTS.peak_flops) -> Gauge:
+    """One that sees the same at each look."""
+    return Gauge(peak, lambda: peak, between_rounds=True, tell=lambda line: None)
+
+
 def there(machine: FakeMachine, *order: Enabled, **changes: Any) -> Bound:
     """What a bench on the made-up machine is bound to."""
     bound = Bound(
@@ -212,6 +218,7 @@ def there(machine: FakeMachine, *order: Enabled, **changes: Any) -> Bound:
         start=machine.start,
         tell=lambda line: None,
         look=lambda: CONDITIONS,
+        gauge=gauge(changes.get("facts", FACTS).peak_flops),
     )
     return replace(bound, **changes)
 

@@ -105,6 +105,8 @@ def test_a_ladder_in_real_processes(
     assert half["drift"]["last"] > 1e-3
     steps = baseline["warmup"]["steps"] + (3 + 3 + 3) * (4 + 2) + 5 * 4
     assert len(baseline["losses"]) == steps
+    assert len(result["peaks_flops"]) == 1 + 3
+    assert result["machine"]["peak_flops"] == max(result["peaks_flops"])
     assert result["control"]["drift"]["largest"] == 0.0
     assert result["control"]["drift"]["steps"] >= 6 + 3 * (4 + 2)
     assert baseline["losses"][0] == half["losses"][0] == pytest.approx(4.1, abs=0.1)

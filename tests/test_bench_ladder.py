@@ -29,11 +29,13 @@ from bench_plugins import Half
 from plugin_helpers import enabled
 
 from gptfast.bench.conditions import Gpu
+from gptfast.bench.gauge import Gauge
 from gptfast.bench.ladder import ladder_order, without
-from gptfast.bench.messages import Phases
+from gptfast.bench.messages import Phases, RungFailed
 from gptfast.bench.overhead import measure_overhead
 from gptfast.bench.published import Ladder, published
 from gptfast.bench.record import Rung
+from gptfast.bench.table import remarks
 from gptfast.errors import GptfastError
 from gptfast.plugin import Plugin
 
@@ -163,6 +165,62 @@ def test_a_busy_gpu_is_flagged() -> None:
     result = climb(FakeMachine(), SAME, look=lambda: state)
     assert [w for w in result.warnings if "GPU was busy before it began, 63 %" in w]
     assert json.loads(result.to_json())["before"]["gpu"]["driver"] == "560"
+
+
+# the matmul peak ------------------------------------------------------------------------
+
+
+def test_shares_are_of_the_best_peak_that_was_seen_between_the_rounds() -> None:
+    """The machine was busy when it was measured first."""
+    seen_while: list[int] = []
+    machine = FakeMachine()
+
+    def look() -> float:
+        seen_while.append(len(machine.turns))
+        return 624e12 if len(seen_while) == 3 else 280e12
+
+    gauge = Gauge(30e12, look, between_rounds=True, tell=pytest.fail)
+    result = climb(machine, SAME, gauge=gauge)
+    assert len(seen_while) == PROTOCOL.rounds == len(set(seen_while)), "one before each round"
+    assert result.machine.peak_flops == 624e12
+    assert result.peaks_flops == [30e12, *[280e12] * 2, 624e12, *[280e12] * (PROTOCOL.rounds - 3)]
+    assert result.rungs[0].peak_share == pytest.approx(0.276 / 2, abs=5e-4)
+    (moved,) = [w for w in result.warnings if "the matmul peak" in w]
+    assert "between 30,000 and 624,000 GFLOP/s in 9 looks" in moved
+    assert any("of 624,000 GFLOP/s, matmul in bfloat16" in line for line in remarks(result))
+
+
+def test_more_than_the_peak_is_flagged() -> None:
+    low = Gauge(50e12, lambda: 50e12, between_rounds=True, tell=pytest.fail)
+    result = climb(FakeMachine(), SAME, gauge=low)
+    (above,) = [w for w in result.warnings if "the matmul peak" in w]
+    assert above.startswith("baseline, + same above the matmul peak")
+
+
+def test_a_gpu_is_looked_at_again_when_no_rung_takes_its_memory() -> None:
+    machine = FakeMachine()
+    standing: list[int] = []
+
+    def look() -> float:
+        standing.append(sum(worker.standing for worker in machine.workers))
+        return 312e12
+
+    gauge = Gauge(312e12, look, between_rounds=False, tell=pytest.fail)
+    result = climb(machine, SAME, facts=on_gpu(), gauge=gauge)
+    assert standing == [0]
+    assert result.peaks_flops == [312e12] * 2
+
+
+def test_a_bench_outlives_its_gauge() -> None:
+    told: list[str] = []
+
+    def look() -> float:
+        raise RungFailed("its process ended")
+
+    gauge = Gauge(312e12, look, between_rounds=True, tell=told.append)
+    result = climb(FakeMachine(), SAME, gauge=gauge)
+    assert result.peaks_flops == [312e12]
+    assert told == ["the matmul peak cannot be measured again: its process ended"]
 
 
 # a control --------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_helpers import CONDITIONS, FACTS, PROTOCOL, FakeMachine, FakeWorker
+from bench_helpers import CONDITIONS, FACTS, PROTOCOL, FakeMachine, FakeWorker, gauge
 from plugin_helpers import found
 
 from gptfast import config, registry
@@ -154,6 +154,7 @@ def look_for(
         start=machine.start,
         tell=(told if told is not None else []).append,
         look=lambda: CONDITIONS,
+        gauge=gauge(),
         unsupported=unsupported or {},
     )
     result = search(
@@ -473,6 +474,27 @@ def test_the_command_writes_shows_and_finds_it_again(
     (tmp_path / "gptfast.toml").write_text("[profiles.tuned]\n")
     assert main(["tune", "--profile", "char"]) == 2
     assert len(asked) == 2
+
+
+def test_what_is_shipped_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a checkout the file of the folder is the one that everybody gets."""
+    here = tmp_path / "gptfast.toml"
+    here.write_bytes(config.shipped_config().read_bytes())
+    before = here.read_bytes()
+    monkeypatch.setattr(config, "shipped_config", lambda: here)
+    monkeypatch.setattr(
+        tune_module, "tune", lambda loaded, **_: result_for(loaded, {"plugins": {"flash": {}}})
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["tune", "--profile", "char"]) == 0
+    assert here.read_bytes() == before
+    shown = capsys.readouterr().out
+    assert "gptfast train --config tuned.toml --profile tuned" in shown
+    assert main(["config", "show", "--config", "tuned.toml", "--profile", "tuned"]) == 0
+    assert main(["tune", "--profile", "char", "--out", "a b.toml"]) == 0
+    assert "gptfast train --config 'a b.toml' --profile tuned" in capsys.readouterr().out
 
 
 def test_a_search_in_real_processes(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ A worker process, from the inside out:
 
 - `rung` what is advanced in laps: a trainer, or the loop of `bare`, written by hand
 - `phases` where the time of a step goes
+- `gauge` how fast the device multiplies at best
 - `conditions` load, clocks and temperatures; what other programs take
 - `messages` what a worker answers
 - `worker` the process

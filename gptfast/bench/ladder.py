@@ -19,6 +19,7 @@ import gptfast
 from gptfast import registry
 from gptfast.bench.attempt import BASELINE, Attempt, Start
 from gptfast.bench.conditions import GPU_SAMPLE_S, Conditions, conditions
+from gptfast.bench.gauge import Gauge
 from gptfast.bench.messages import MachineFacts
 from gptfast.bench.overhead import Overhead, measure_overhead
 from gptfast.bench.process import WorkerProcess
@@ -45,6 +46,7 @@ class Bound:
     tell: Tell
     look: Callable[[], Conditions]
     """What state the machine is in now."""
+    gauge: Gauge
     unsupported: Mapping[str, str] = field(default_factory=dict)
     """Plugins that do not run here, with the reasons, where that was asked."""
     trace: Callable[[str], Path] | None = None
@@ -74,7 +76,9 @@ def bench(
     planned = registry.plan(loaded.profile, origins=loaded.origins)
     order = ladder_order(planned, [*published().order, *loaded.profile.plugins])
     without = kind == LEAVE_ONE_OUT
-    with bound(loaded, device=device, protocol=protocol, tell=tell, unsupported=without) as there:
+    with bound(
+        loaded, device=device, protocol=protocol, tell=tell, unsupported=without, looks_again=True
+    ) as there:
         if traces is not None:
             there = replace(there, trace=lambda name: traces / f"{_slug(name)}.json.gz")
         return measure_without(there, order) if without else measure(there, order)
@@ -107,12 +111,14 @@ def bound(
     device: str,
     protocol: Protocol | None = None,
     unsupported: bool = False,
+    looks_again: bool = False,
     tell: Tell,
 ) -> Iterator[Bound]:
     """What a bench is bound to.
 
     Args:
         unsupported: whether to ask which plugins do not run here.
+        looks_again: whether the gauge is to look between rounds too, where it may.
 
     Raises:
         Refused: data or device allow no run.
@@ -120,17 +126,25 @@ def bound(
     protocol = protocol or Protocol()
     data = Path(loaded.profile.data.path).absolute()
     profile = loaded.profile.replace({"data.path": str(data)})
-    with tempfile.TemporaryDirectory(prefix="gptfast-bench-") as scratch:
-        # It ends before the first rung begins: a GPU keeps memory for each process.
-        with worker_process(Path(scratch), "machine") as worker:
-            facts = worker.machine(profile, device=device, patience_s=protocol.patience_s)
-            skipped = (
-                worker.supports(profile, device=device, patience_s=protocol.patience_s)
-                if unsupported
-                else {}
-            )
+    patience_s = protocol.patience_s
+    with tempfile.TemporaryDirectory(prefix="gptfast-bench-") as scratch, ExitStack() as standing:
+        worker = standing.enter_context(worker_process(Path(scratch), "machine"))
+        facts = worker.machine(profile, device=device, patience_s=patience_s)
+        skipped = (
+            worker.supports(profile, device=device, patience_s=patience_s) if unsupported else {}
+        )
+        stays = looks_again and facts.device == "cpu"
+        if not stays:
+            standing.close()  # before the first rung begins: a GPU keeps memory for each process
         if facts.uuid is not None:
             time.sleep(GPU_SAMPLE_S)  # or measuring the peak looks like somebody else's work
+
+        def look() -> float:
+            if stays:
+                return worker.peak(device=facts.device, patience_s=patience_s)
+            with worker_process(Path(scratch), "peak") as another:
+                return another.peak(device=facts.device, patience_s=patience_s)
+
         yield Bound(
             profile=profile,
             facts=facts,
@@ -138,6 +152,7 @@ def bound(
             start=lambda name: worker_process(Path(scratch), name),
             tell=tell,
             look=lambda: conditions(facts.uuid),
+            gauge=Gauge(facts.peak_flops, look, between_rounds=stays, tell=tell),
             unsupported=skipped,
         )
 
@@ -243,7 +258,7 @@ def _measured(
 ) -> Bench:
     """The protocol around any set of rungs: the baseline is first and last, and between them
     `seat_all` seats the others and gives them in the order of the rows."""
-    facts, protocol = there.facts, there.protocol
+    facts, protocol, gauge = there.facts, there.protocol, there.gauge
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
     before = there.look()
     baseline = Attempt(BASELINE, [], protocol)
@@ -258,6 +273,7 @@ def _measured(
             tell=there.tell,
             divides=there.trace is not None,
             farewell=lambda attempt: None if attempt is again else _profile(attempt, there),
+            between=gauge.between,
         )
         sitting.seat(baseline)
         opening = sitting.alone(baseline)
@@ -269,6 +285,8 @@ def _measured(
         after = there.look()  # at once, before clocks and temperature fall
         closing = sitting.alone(baseline)
         sitting.dismiss()
+    gauge.after()
+    facts = replace(facts, peak_flops=gauge.best)
     control = control_of(again, baseline, protocol)
     result = Bench(
         kind=kind,
@@ -284,6 +302,7 @@ def _measured(
         baseline_again=BaselineAgain(opening, closing) if opening and closing else None,
         control=control,
         warnings=[],
+        peaks_flops=gauge.seen,
     )
     return replace(result, warnings=warnings(result, attempts))
 

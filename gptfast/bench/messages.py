@@ -29,7 +29,7 @@ class MachineFacts:
     cuda: str | None
     """The CUDA release that torch was built for."""
     peak_flops: float
-    """Measured matmul peak, per second."""
+    """Measured matmul peak, per second: the best that was seen."""
     peak_dtype: str
     """In which it was measured."""
     usable_cpus: int

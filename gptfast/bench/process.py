@@ -77,6 +77,15 @@ class WorkerProcess:
         request = {"do": "machine", "profile": profile.model_dump(mode="json"), "device": device}
         return parse(MachineFacts, self._ask_first(request, patience_s))
 
+    def peak(self, *, device: str, patience_s: float) -> float:
+        """The matmul peak as it is now, in FLOP/s.
+
+        Raises:
+            RungFailed: as of `advance`.
+        """
+        answer = self._must(self._ask({"do": "peak", "device": device}, patience_s))
+        return parse(float, answer["flops"])
+
     def supports(self, profile: Profile, *, device: str, patience_s: float) -> dict[str, str]:
         """The plugins of the profile that this machine does not support, with the reasons.
 

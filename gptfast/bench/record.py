@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ class Protocol:
     confidence: float = 0.95
     max_baseline_drift: float = 0.05
     """Relative change of the baseline from start to end above which there is a warning."""
+    max_peak_spread: float = 0.1
+    """Of the matmul peaks seen, 1 - lowest / highest, above which there is a warning."""
     max_spread: float = 0.2
     """Of the baseline's rounds, (slowest - fastest) / median, above which there is a warning."""
     max_foreign: float = 0.1
@@ -223,6 +225,8 @@ class Bench:
     control: Control | None
     """None: not asked, or it could not be measured."""
     warnings: list[str]
+    peaks_flops: list[float] = field(default_factory=list)
+    """Each look at the matmul peak, in order; `machine.peak_flops` is the best of them."""
     format: int = FORMAT
 
     def to_dict(self) -> dict[str, Any]:

@@ -150,6 +150,7 @@ def warnings(result: Bench, attempts: Sequence[Attempt]) -> list[str]:
         *busy(result.before, result.machine.cpu_count),
         *crowded(result.foreign_cpus, result.machine.cpu_count, result.protocol),
         *_unsteady(result.baseline_again, attempts[0], result.protocol),
+        *_below_peak(result),
         *_uncertain(attempts, result),
     ]
 
@@ -192,6 +193,24 @@ def _unsteady(again: BaselineAgain | None, baseline: Attempt, protocol: Protocol
             f"the baseline drifted by {again.drift:+.1%} from start to end "
             f"({again.first_step_ms:.2f} -> {again.last_step_ms:.2f} ms/step), above "
             f"{protocol.max_baseline_drift:.0%}: the machine became slower or faster meanwhile"
+        )
+
+
+def _below_peak(result: Bench) -> Iterator[str]:
+    """That the peak of which the shares are is less certain than it looks."""
+    lowest, highest = min(result.peaks_flops), max(result.peaks_flops)
+    if 1 - lowest / highest > result.protocol.max_peak_spread:
+        yield (
+            f"the matmul peak moved between {lowest / 1e9:,.0f} and {highest / 1e9:,.0f} GFLOP/s "
+            f"in {len(result.peaks_flops)} looks: shares of it are no surer than that"
+        )
+    above = [
+        rung.name for rung in result.rungs if rung.peak_share is not None and rung.peak_share > 1
+    ]
+    if above:
+        yield (
+            f"{', '.join(above)} above the matmul peak: something else was running whenever that "
+            "was measured"
         )
 
 

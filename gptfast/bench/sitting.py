@@ -38,6 +38,7 @@ class Sitting:
         start: starts the process of a rung.
         divides: whether the time of steps is divided up too.
         farewell: what is to be done with a rung before it goes.
+        between: what is to be done before each round.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Sitting:
         tell: Tell,
         divides: bool = False,
         farewell: Farewell = lambda attempt: None,
+        between: Callable[[], None] = lambda: None,
     ) -> None:
         self.standing: list[Attempt] = []
         self._profile = profile
@@ -61,6 +63,7 @@ class Sitting:
         self._tell = tell
         self._divides = divides
         self._farewell = farewell
+        self._between = between
         self._first: Attempt | None = None
         self._round = 0
         """Number of the next one, counted over everybody."""
@@ -158,6 +161,7 @@ class Sitting:
         self._tell(_plan(self.standing, self._protocol))
         first, self._round = self._round, self._round + self._protocol.rounds
         for number in range(first, self._round):
+            self._between()
             for attempt in self._by_turns(number):
                 attempt.turn(number)
         for number in range(self._protocol.breakdown_rounds if self._divides else 0):

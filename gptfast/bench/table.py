@@ -100,6 +100,11 @@ def remarks(bench: Bench) -> Iterator[str]:
         yield "~ no significant difference: the 95 % interval holds 1"
     if bench.kind != LADDER:
         yield "x full below 1: the profile is slower without that plugin, so there it pays"
+    machine = bench.machine
+    yield (
+        f"of peak: of {machine.peak_flops / 1e9:,.0f} GFLOP/s, matmul in {machine.peak_dtype}, the "
+        f"best of {len(bench.peaks_flops)} looks"
+    )
     if bench.control is not None:
         yield (
             f"the baseline measured twice: x {ratio_cell(bench.control.over_baseline)}, its losses "
@@ -172,7 +177,11 @@ def published_sources(bench: Bench) -> Iterator[str]:
     """Whose figures they are, a line each."""
     for ladder in published_beside(bench):
         ends = f"{ladder.baseline_ms:g} -> {ladder.rungs[-1].ms:g} ms"
-        yield f"{ladder.name}: not measured here; {ladder.machine}, {ends}. {ladder.source}"
+        plugins = ", ".join(plugin for rung in ladder.rungs for plugin in rung.plugins)
+        yield (
+            f"{ladder.name}: not measured here; {ladder.machine}, {ends} with {plugins}. "
+            f"{ladder.source}"
+        )
 
 
 def overhead_lines(found: Overhead) -> Iterator[str]:

@@ -37,6 +37,8 @@ from gptfast.session import with_vocabulary
 from gptfast.trainer import Trainer
 
 Request = dict[str, Any]
+LOOK_S = 0.1
+"""How long another look at the matmul peak takes."""
 
 
 def machine_facts(profile: Profile, device: str) -> MachineFacts:
@@ -117,6 +119,11 @@ class Desk:
     def _machine(self, request: Request) -> dict[str, Any]:
         profile = Profile.model_validate(request["profile"])
         return asdict(machine_facts(profile, request["device"]))
+
+    def _peak(self, request: Request) -> dict[str, Any]:
+        device = find_machine(request["device"]).device
+        flops = measure_matmul_peak(device, peak_dtype(device), seconds=LOOK_S)
+        return {"flops": flops}
 
     def _supports(self, request: Request) -> dict[str, Any]:
         profile = Profile.model_validate(request["profile"])
