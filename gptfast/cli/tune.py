@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from gptfast.cli.options import device_option, json_option, profile_options
 if TYPE_CHECKING:
     from gptfast.config import Loaded
     from gptfast.plugin import Profile
+
+TUNED = "tuned.toml"
 
 
 @click.command()
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     help="Write the profile into this file; the rest of it stays.  [default: --config, else "
-    "gptfast.toml here]",
+    "gptfast.toml here; tuned.toml in a checkout of gptfast]",
 )
 @click.option(
     "--name", default="tuned", show_default=True, metavar="NAME", help="Name of the new profile."
@@ -57,11 +60,10 @@ def command(
     """
     from gptfast.bench import tuned
     from gptfast.bench.tune import tune
-    from gptfast.config import CONFIG_NAME
 
     app: App = ctx.obj
     console = app.console
-    path = app.folder / (out or ctx.params["config"] or CONFIG_NAME)
+    path = app.folder / (out or ctx.params["config"] or _usual(app.folder))
     tuned.check_place(path, name)
     found = tune(
         loaded,
@@ -81,7 +83,25 @@ def command(
         for remark in tuned.remarks(found):
             console.line(remark)
     tuned.keep(path, found, name=name, folder=app.folder)
-    console.line(f"written to {path}: gptfast train --profile {name}")
+    console.line(f"written to {path}: {_command(path, name, folder=app.folder)}")
+
+
+def _usual(folder: Path) -> Path:
+    """The file of a folder. In a checkout that is the shipped one, which is for every machine."""
+    from gptfast.config import CONFIG_NAME, shipped_config
+
+    own = folder / CONFIG_NAME
+    return folder / TUNED if own.exists() and own.samefile(shipped_config()) else own
+
+
+def _command(path: Path, name: str, *, folder: Path) -> str:
+    """What trains by the new profile."""
+    from gptfast.config import CONFIG_NAME
+
+    if path == folder / CONFIG_NAME:
+        return f"gptfast train --profile {name}"
+    where = path.relative_to(folder) if path.is_relative_to(folder) else path
+    return f"gptfast train --config {shlex.quote(str(where))} --profile {name}"
 
 
 def _known(app: App, path: Path, name: str) -> Profile | None:
