@@ -5,10 +5,11 @@ an attribute look-up.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from traceback import walk_tb
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gptfast.errors import GptfastError, Refused
@@ -93,7 +94,10 @@ class Hooks:
             raise first
 
     def _traced(self, error: BaseException | None) -> GptfastError | None:
-        """The error as that of the plugin whose code raised it; None: no single plugin's did."""
+        """The error as that of the plugin whose code raised it; None: no single plugin's did.
+
+        Of several plugins in one module it is the one in whose class the code stands.
+        """
         if not isinstance(error, Exception) or isinstance(error, GptfastError):
             return None
         for frame, _ in reversed(list(walk_tb(error.__traceback__))):
@@ -101,6 +105,8 @@ class Hooks:
             if module.partition(".")[0] == CORE:
                 break
             owners = [e for e in self.enabled if type(e.plugin).__module__ == module]
+            if len(owners) > 1:
+                owners = [e for e in owners if _wrote(e.plugin, frame.f_code)]
             if len(owners) == 1:
                 blamed = _blamed(owners[0], frame.f_code.co_name, error)
                 blamed.__cause__ = error
@@ -224,6 +230,15 @@ def _blamed(enabled: Enabled, hook: str, error: Exception) -> GptfastError:
         f"plugin {enabled.name} ({enabled.package} {enabled.version}) failed in {hook}: "
         f"{type(error).__name__}: {error}: report it to its authors or use --without {enabled.name}"
     )
+
+
+def _wrote(plugin: Plugin, code: CodeType) -> bool:
+    """Whether code stands within the class of a plugin."""
+    try:
+        lines, first = inspect.getsourcelines(type(plugin))
+    except (OSError, TypeError):  # without its source, or typed in
+        return False
+    return first <= code.co_firstlineno < first + len(lines)
 
 
 def _overrides(plugin: Plugin, hook: str) -> bool:

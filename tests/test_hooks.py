@@ -152,6 +152,17 @@ def test_what_a_plugin_hung_on_the_model_fails_in_its_name() -> None:
         rig.train(rig.profile())
 
 
+class Idle(Plugin):
+    """Does nothing."""
+
+
+def test_of_several_plugins_in_a_module_the_one_is_named_whose_class_has_the_code() -> None:
+    said = r"plugin hangs \(tests 1.0\) failed in refuses: ValueError: odd numbers"
+    for others in ({"a": Idle}, {"z": Idle}):
+        with pytest.raises(GptfastError, match=said), rig_of(hangs=Hangs, **others) as rig:
+            rig.train(rig.profile())
+
+
 class CallsOurs(Plugin):
     """Hangs a function on the model that calls the core wrongly."""
 
@@ -324,7 +335,11 @@ def test_state_goes_under_the_plugins_name_with_package_version_and_options() ->
 
 def test_every_hook_of_the_contract_is_called_by_someone() -> None:
     """A hook that is added to the contract and not called would be a promise nobody keeps."""
-    called = {name for name in vars(Hooks) if not name.startswith("_")} | {"teardown", "supports"}
+    called = {name for name in vars(Hooks) if not name.startswith("_")} | {
+        "teardown",
+        "supports",
+        "pays",
+    }
     contract = {
         name
         for name, value in vars(Plugin).items()
