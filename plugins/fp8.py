@@ -27,7 +27,7 @@ from gptfast.plugin import Claim, Context, Machine, Options, Plugin, Stage, Supp
 if TYPE_CHECKING:
     from torch import nn
 
-Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+Recipe = Literal["tensorwise", "rowwise"]
 FIRST_WITH_FLOAT8 = (9, 0)
 """Compute capability: Hopper."""
 MULTIPLE = 16
@@ -76,7 +76,7 @@ def to_float8(model: nn.Module, *, recipe: Recipe, emulate: bool = False) -> nn.
 
 class Fp8Options(Options):
     recipe: Recipe = "tensorwise"
-    """What shares a scale: a tensor, a row, or rows with the weights' gradient in bf16."""
+    """What shares a scale: a whole tensor (quickest) or each row of it (finer)."""
     emulate: bool = False
     """Round as float8 does without units for it; slow."""
 

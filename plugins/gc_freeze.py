@@ -1,8 +1,7 @@
 """Python's garbage collector looks only at what is new, and only between two steps.
 
 What: once the run is built, everything that stands is left out of collections (`gc.freeze`), and
-the automatic ones are off; every `interval` steps one is made by hand, between two steps, and one
-before each evaluation.
+the automatic ones are off; every `interval` steps one is made by hand, between two steps.
 Helps: on a GPU whose steps are a few milliseconds. Python launches kernels ahead of it, and a full
 collection walks over every object that torch has made, some hundred thousand, in the middle of
 that: a pause of tens of milliseconds now and then.
@@ -17,7 +16,6 @@ Source: https://docs.python.org/3/library/gc.html#gc.freeze
 from __future__ import annotations
 
 import gc
-from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated
 
 from pydantic import Field
@@ -52,7 +50,3 @@ class GcFreeze(Plugin):
         if event.step % self.options.interval == 0:
             gc.collect()
         return Want.NOTHING
-
-    def eval_scope(self) -> AbstractContextManager[object]:
-        gc.collect()
-        return nullcontext()

@@ -203,10 +203,13 @@ def test_the_kernel_has_the_gradients_of_the_whole_mask(
 
 
 @pytest.mark.gpu
-def test_it_trains_compiled_in_half_precision() -> None:
+@pytest.mark.parametrize("block_size", [16, 192])
+def test_it_trains_compiled_in_half_precision(block_size: int) -> None:
+    """Windows of one block of the mask, and of two, the second not full."""
     plugins = {"amp": {}, "compile": {}, "flex": {"separator": END, "window": 9}}
     whole = {**plugins, "flex": {**plugins["flex"], "kernel": "whole"}}
+    changes = {"model__block_size": block_size, "train__batch_size": 1}
     with build_rig(plugins, machine=find_machine("cuda"), found=discover()) as rig:
-        by_kernel = rig.train(rig.profile()).losses
-        by_mask = rig.train(rig.profile(whole)).losses
+        by_kernel = rig.train(rig.profile(**changes)).losses
+        by_mask = rig.train(rig.profile(whole, **changes)).losses
     assert rig.difference(by_kernel, by_mask) <= 1e-2
