@@ -21,14 +21,12 @@ from gptfast.bench.to_loss import (
     PLAIN,
     Contender,
     Goal,
-    Row,
-    ToLoss,
     contenders,
     race,
-    spread,
     to_loss,
     whole,
 )
+from gptfast.bench.to_loss_record import Row, ToLoss, spread
 from gptfast.bench.to_loss_table import remarks, table
 from gptfast.cli import main
 from gptfast.config import Loaded
@@ -191,6 +189,12 @@ def test_words_promise_no_more_than_the_seeds_show() -> None:
     assert "from some of 2 seeds and not from others" in words(0.9, 1.2)
     assert "no evidence" in words(1.5)
     assert spread([]) is None
+
+
+def test_others_that_compute_meanwhile_are_flagged() -> None:
+    assert run(Track(step_s=step_s, foreign_cpus=0.3)).warnings == []
+    (warning,) = run(Track(step_s=step_s, foreign_cpus=1.5)).warnings
+    assert "other programs kept 1.5 of 4 cores busy" in warning
 
 
 # who runs ----------------------------------------------------------------------------------

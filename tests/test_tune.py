@@ -17,11 +17,12 @@ from plugin_helpers import found
 from gptfast import config, registry
 from gptfast.bench import tune as tune_module
 from gptfast.bench import tuned
+from gptfast.bench.decide import decide
 from gptfast.bench.ladder import Bound
 from gptfast.bench.messages import Built, Lap, RungFailed
-from gptfast.bench.moves import tries
+from gptfast.bench.moves import BEFORE, tries
 from gptfast.bench.record import Protocol, Ratio
-from gptfast.bench.tune import BEFORE, THE_PROFILE, decide, search, tune
+from gptfast.bench.tune import THE_PROFILE, search, tune
 from gptfast.bench.tuned import Tuned
 from gptfast.cli import main
 from gptfast.config import Loaded

@@ -16,7 +16,8 @@ The measurement:
 - `sitting` which rungs stand at the same time, and whose turn it is
 - `ladder` which rungs there are
 - `overhead` what the machinery costs
-- `tune` the search for the fastest profile, by `moves` that it may make before a `deadline`
+- `tune` the search for the fastest profile, by `moves` that it may make before a `deadline`, each
+  taken or not by `decide`
 - `to_loss` how soon recipes reach a loss
 - `statistics` warm-up, ratios, drift, claims: arithmetic alone
 
@@ -28,5 +29,5 @@ The result:
 - `published` ladders of others
 - `table`, `pictures` the result as text and as bars
 - `tuned` what the search found, and the profile that it writes
-- `to_loss_table` the race as text
+- `to_loss_record`, `to_loss_table` the race as JSON and as text
 """

@@ -37,6 +37,11 @@ class MachineFacts:
     uuid: str | None
     """Of the GPU, as its driver knows it."""
 
+    @property
+    def where(self) -> str:
+        """Device and threads, in words."""
+        return f"{self.device}, {self.threads} {'thread' if self.threads == 1 else 'threads'}"
+
 
 @dataclass(frozen=True)
 class Built:

@@ -17,6 +17,8 @@ from gptfast.plugin import Claim, Plugin, Profile, Tries
 
 Classes = Mapping[str, type[Plugin]]
 """All plugins that can be tried, by name."""
+MICRO_BATCH = "train.micro_batch"
+BEFORE = "profile tuned before"
 SMALLEST_SHARE = 8
 """Micro-batches are tried down to this part of a batch; smaller ones only where memory asks."""
 
@@ -59,8 +61,8 @@ def moves(profile: Profile, classes: Classes) -> Iterator[Move]:
     batch_size = profile.train.batch_size
     for windows in micro_batches(batch_size):
         if windows * SMALLEST_SHARE >= batch_size:
-            key = "train.micro_batch"
-            yield Move(f"{key} = {windows}", key, partial(with_micro_batch, windows=windows))
+            apply = partial(with_micro_batch, windows=windows)
+            yield Move(f"{MICRO_BATCH} = {windows}", MICRO_BATCH, apply)
     for name in able:
         if name not in profile.plugins:
             yield Move(f"with {name}", f"plugins.{name}", partial(with_plugin, name=name), name)
@@ -110,7 +112,31 @@ def with_micro_batch(profile: Profile, *, windows: int) -> Profile | None:
     """Another number of windows in a forward pass."""
     if profile.train.windows_per_micro == windows:
         return None
-    return profile.replace({"train.micro_batch": windows})
+    return profile.replace({MICRO_BATCH: windows})
+
+
+def as_before(known: Profile) -> Move:
+    """To what an earlier search found."""
+
+    def apply(profile: Profile, /) -> Profile | None:
+        return None if equal(profile, known) else known
+
+    return Move(BEFORE, "plugins", apply, leaves_out=True)
+
+
+def equal(one: Profile, other: Profile) -> bool:
+    """As far as `tune` may change them."""
+    return (one.plugins, one.train.windows_per_micro) == (
+        other.plugins,
+        other.train.windows_per_micro,
+    )
+
+
+def like(start: Profile, other: Profile) -> Profile:
+    """`start` with what `tune` may change as `other` has it."""
+    return start.replace(
+        {"plugins": dict(other.plugins), MICRO_BATCH: other.train.windows_per_micro}
+    )
 
 
 def same_task(one: Profile, other: Profile, classes: Classes) -> bool:

@@ -88,9 +88,8 @@ def _width(columns: Sequence[Column], rungs: Sequence[Rung]) -> int:
 def title(bench: Bench) -> str:
     machine = bench.machine
     return (
-        f"profile {bench.profile['name']} on {machine.name} ({machine.device}, {machine.threads} "
-        f"threads, torch {machine.torch}): {bench.protocol.rounds} rounds of "
-        f"{bench.protocol.steps} steps"
+        f"profile {bench.profile['name']} on {machine.name} ({machine.where}, torch "
+        f"{machine.torch}): {bench.protocol.rounds} rounds of {bench.protocol.steps} steps"
     )
 
 
@@ -189,8 +188,8 @@ def overhead_lines(found: Overhead) -> Iterator[str]:
     machine, slower = found.machine, found.slower
     extra_us = found.share * found.bare_ms * 1e3
     yield (
-        f"profile {found.profile['name']} without plugins on {machine.name} ({machine.device}, "
-        f"{machine.threads} threads): {found.protocol.rounds} rounds of {found.protocol.steps} "
+        f"profile {found.profile['name']} without plugins on {machine.name} ({machine.where}): "
+        f"{found.protocol.rounds} rounds of {found.protocol.steps} "
         "steps each, by turns"
     )
     yield f"bare loop {found.bare_ms:,.3f} ms/step, trainer {found.trainer_ms:,.3f} ms/step"

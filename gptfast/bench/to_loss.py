@@ -10,26 +10,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from statistics import median
-from typing import Any
 
 import gptfast
 from gptfast import registry
 from gptfast.bench.attempt import Attempt
-from gptfast.bench.conditions import Conditions
 from gptfast.bench.ladder import Bound, bound, without
-from gptfast.bench.messages import MachineFacts
 from gptfast.bench.record import Protocol
-from gptfast.bench.rows import busy
+from gptfast.bench.rows import busy, crowded
 from gptfast.bench.sitting import Tell, told
+from gptfast.bench.to_loss_record import Point, Row, Run, ToLoss, spread
 from gptfast.config import Loaded
 from gptfast.errors import GptfastError, Refused
 from gptfast.plugin import Claim, Profile
 from gptfast.registry import Enabled
 
-FORMAT = 1
 PLAIN = "without recipes"
 TURNS = 40
 """Evaluations in a whole run, where nobody says otherwise."""
@@ -60,92 +57,6 @@ class Contender:
     """After which it has not reached the goal."""
     reason: str | None = None
     """Why it cannot run here."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """A run at an evaluation."""
-
-    step: int
-    tokens: int
-    """Target tokens trained on."""
-    train_s: float
-    """Training alone: no compiling, no evaluation."""
-    loss: float
-    """On `val`, in nats."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """One contender from one seed."""
-
-    seed: int
-    startup_s: float
-    """Building, compiling and first calls, beyond as many steady steps."""
-    points: list[Point]
-    reached: Point | None
-    """Where the goal was reached first; None: never."""
-    late_compiles: int
-    """Graphs compiled after the warm-up: their time is on the clock."""
-
-    @property
-    def lowest(self) -> float:
-        return min(point.loss for point in self.points)
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A figure over the seeds: median, lowest, highest, and of how many."""
-
-    median: float
-    low: float
-    high: float
-    n: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """A contender over all seeds."""
-
-    name: str
-    plugins: list[str]
-    ran: bool
-    reason: str | None
-    """Why it could not run."""
-    most_steps: int
-    runs: list[Run] = field(default_factory=list)
-    steps: Spread | None = None
-    """Until the goal, of the seeds that reached it. None: none did."""
-    tokens: Spread | None = None
-    train_s: Spread | None = None
-    times_faster: Spread | None = None
-    """The first contender's training time over its own, of the seeds in which both got there."""
-    times_fewer_tokens: Spread | None = None
-
-
-@dataclass(frozen=True)
-class ToLoss:
-    """The whole result."""
-
-    gptfast: str
-    started: str
-    """UTC, ISO 8601."""
-    machine: MachineFacts
-    before: Conditions
-    after: Conditions
-    profile: dict[str, Any]
-    goal: float
-    """Validation loss, in nats."""
-    seeds: list[int]
-    every: int
-    """Steps between two evaluations."""
-    rows: list[Row]
-    warnings: list[str]
-    format: int = FORMAT
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON knows it, the format first."""
-        return {"format": self.format, **asdict(self)}
 
 
 def to_loss(
@@ -290,6 +201,7 @@ def race(
     after = there.look()
     rows = [_row(one, runs[one.name], failures.get(one.name)) for one in contenders]
     rows = [_compared(row, rows[0]) for row in rows]
+    cores = there.facts.cpu_count
     return ToLoss(
         gptfast=gptfast.__version__,
         started=started,
@@ -301,7 +213,11 @@ def race(
         seeds=seeds,
         every=every,
         rows=rows,
-        warnings=[*busy(before, there.facts.cpu_count), *_warnings(rows)],
+        warnings=[
+            *busy(before, cores),
+            *crowded(_foreign_cpus(rows), cores, there.protocol),
+            *_warnings(rows),
+        ],
     )
 
 
@@ -341,6 +257,7 @@ class _Runner:
         self._every = every
         self._eval_tokens = there.profile.train.eval_tokens
         self._train_s = 0.0
+        self._foreign_cpus: list[float] = []
         self._late_compiles = 0
 
     @property
@@ -380,6 +297,8 @@ class _Runner:
             if lap is None:
                 return
             self._train_s += lap.seconds
+            if lap.foreign_cpus is not None:
+                self._foreign_cpus.append(lap.foreign_cpus)
             self._late_compiles += lap.compiled
         loss = attempt.score(self._eval_tokens)
         if loss is None:
@@ -399,6 +318,7 @@ class _Runner:
             startup_s=warmup.build_s + warmup.compile_s,
             points=self.points,
             reached=self.reached,
+            foreign_cpus=median(self._foreign_cpus) if self._foreign_cpus else None,
             late_compiles=self._late_compiles,
         )
 
@@ -444,11 +364,10 @@ def _compared(row: Row, first: Row) -> Row:
     )
 
 
-def spread(values: Sequence[float]) -> Spread | None:
-    """None: of nothing."""
-    if not values:
-        return None
-    return Spread(median(values), min(values), max(values), len(values))
+def _foreign_cpus(rows: Sequence[Row]) -> float | None:
+    """Cores that others kept busy in the worst of all runs."""
+    seen = [run.foreign_cpus for row in rows for run in row.runs if run.foreign_cpus is not None]
+    return max(seen, default=None)
 
 
 def _warnings(rows: Sequence[Row]) -> Iterator[str]:

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from statistics import median
 
 from gptfast.bench.table import Rows, Table
-from gptfast.bench.to_loss import Row, Spread, ToLoss
+from gptfast.bench.to_loss_record import Row, Spread, ToLoss
 
 
 def title(found: ToLoss) -> str:
     machine = found.machine
     return (
         f"profile {found.profile['name']} until a validation loss of {found.goal:g} on "
-        f"{machine.name} ({machine.device}, {machine.threads} threads, torch {machine.torch}), "
+        f"{machine.name} ({machine.where}, torch {machine.torch}), "
         f"{len(found.seeds)} seeds"
     )
 

@@ -19,12 +19,23 @@ import gptfast
 from gptfast import registry
 from gptfast.bench.attempt import Attempt
 from gptfast.bench.deadline import Deadline, OutOfTime
+from gptfast.bench.decide import broken_claim, decide, gives_way
 from gptfast.bench.ladder import Bound, bound
-from gptfast.bench.moves import Classes, Move, moves, same_task
+from gptfast.bench.moves import (
+    BEFORE,
+    MICRO_BATCH,
+    Classes,
+    Move,
+    as_before,
+    equal,
+    like,
+    moves,
+    same_task,
+)
 from gptfast.bench.record import Drift, Protocol, Ratio
 from gptfast.bench.rows import busy, crowded, foreign_cpus
 from gptfast.bench.sitting import Sitting, Tell
-from gptfast.bench.statistics import drift, judge, order_slack, ratio
+from gptfast.bench.statistics import drift, ratio
 from gptfast.bench.tuned import Trial, Tuned
 from gptfast.config import Loaded
 from gptfast.errors import GptfastError, Refused
@@ -35,17 +46,11 @@ from gptfast.registry import Found
 ROUNDS = 8
 ROUND_S = 1.0
 """A round has fewer steps where they would take longer."""
-AS_FAST = 0.99
-"""Where the interval holds 1, what is left out must look at least so many times as fast: many small
-losses, none of them certain, would add up."""
-ORDER_TOLERANCE = 1e-5
-"""Relative difference of the loss that other micro-batches may bring: they add in another order."""
 CLOSING_S = 5.0
 """Kept for ending the processes."""
 ROUNDS_SLACK = 1.3
 """Rounds may take so many times what the warm-up promises."""
-THE_PROFILE, BEFORE = "profile as it is", "profile tuned before"
-MICRO_BATCH = "train.micro_batch"
+THE_PROFILE = "profile as it is"
 
 
 def tune(
@@ -123,10 +128,10 @@ def search(
         guards = {THE_PROFILE: start}
         ways = list(moves(there.profile, classes))
         if known is not None and same_task(known, there.profile, classes):
-            like_before = _like(start, known)
-            if not _equal(like_before, start):
+            like_before = like(start, known)
+            if not equal(like_before, start):
                 guards[BEFORE] = like_before
-                ways.insert(0, _as_before(like_before))
+                ways.insert(0, as_before(like_before))
         elif known is not None:
             warnings.append(f"the {BEFORE} trains something else and took no part")
         deadline.at = end - run.sitting_s(len(guards))
@@ -170,48 +175,6 @@ def _classes(profile: Profile, found: Mapping[str, Found]) -> Classes:
             if name in profile.plugins:
                 raise
     return loaded
-
-
-def _like(start: Profile, other: Profile) -> Profile:
-    """`start` with what `tune` may change as `other` has it."""
-    return start.replace(
-        {"plugins": dict(other.plugins), MICRO_BATCH: other.train.windows_per_micro}
-    )
-
-
-def _as_before(known: Profile) -> Move:
-    def apply(profile: Profile, /) -> Profile | None:
-        return None if _equal(profile, known) else known
-
-    return Move(BEFORE, "plugins", apply, leaves_out=True)
-
-
-def _equal(one: Profile, other: Profile) -> bool:
-    """As far as `tune` may change them."""
-    return (one.plugins, one.train.windows_per_micro) == (
-        other.plugins,
-        other.train.windows_per_micro,
-    )
-
-
-def decide(over: Ratio, *, leaves_out: bool, broken: str | None = None) -> tuple[bool, str]:
-    """Whether a change is taken, and why.
-
-    Args:
-        over: how many times as fast as the best so far.
-        leaves_out: whether it only leaves something out.
-        broken: how it broke a claim; None: it did not.
-    """
-    if broken is not None:
-        return False, broken
-    if over.low > 1:
-        return True, "faster"
-    if over.high < 1:
-        return False, "slower"
-    if leaves_out:
-        as_fast = over.times >= AS_FAST
-        return as_fast, "not slower" if as_fast else "perhaps slower, so it stays"
-    return False, "no significant difference"
 
 
 class _Search:
@@ -305,7 +268,7 @@ class _Search:
 
         It becomes one of them where it is slower.
         """
-        others = {what: p for what, p in guards.items() if not _equal(p, self.profile)}
+        others = {what: p for what, p in guards.items() if not equal(p, self.profile)}
         try:
             return self._met(others) if others else {}
         except OutOfTime:
@@ -327,7 +290,7 @@ class _Search:
             self._note(move.what, move.key, False, f"cannot run here: {attempt.failure}")
             return
         over = ratio(self.best.round_step_ms, attempt.round_step_ms, self.protocol)
-        broken = None if move.leaves_out else self._broken(attempt)
+        broken = None if move.leaves_out else broken_claim(attempt, self.best, self._there.facts)
         taken, why = decide(over, leaves_out=move.leaves_out, broken=broken)
         self._note(move.what, move.key, taken, why, over=over, step_ms=attempt.step_ms)
         smaller = changed.train.windows_per_micro < self.profile.train.windows_per_micro
@@ -377,7 +340,7 @@ class _Search:
             for what, rival in rivals.items()
             if rival.ran
         }
-        slower = [what for what, times in over.items() if _is_slower(times, what)]
+        slower = [what for what, times in over.items() if gives_way(times, tuned=what == BEFORE)]
         if not slower:
             return over
         better = min(slower, key=lambda what: over[what].times)
@@ -414,23 +377,6 @@ class _Search:
             changes={"plugins": profile.plugins, MICRO_BATCH: profile.train.micro_batch},
         )
 
-    def _broken(self, attempt: Attempt) -> str | None:
-        """How the losses differ by more than a claim allows. None: they do not."""
-        found = drift(attempt.losses, self.best.losses)
-        kind = self._there.facts.device.partition(":")[0]
-        slack = order_slack(kind, None, self.protocol)
-        plugins = [one.plugin for one in (*attempt.on, *self.best.on)]
-        if attempt.judged is None:
-            allowed = max(ORDER_TOLERANCE, slack, *(plugin.tolerance for plugin in plugins))
-            if found.largest <= allowed:
-                return None
-        else:
-            verdict = judge(attempt.judged.plugin, plugins, found, slack=slack)
-            if verdict.verdict != "broken":
-                return None
-            allowed = verdict.allowed or 0.0
-        return f"the loss differs by {found.largest:.1e}, {allowed:.1e} is allowed"
-
     def _rounds_s(self, standing: list[Attempt]) -> float:
         steps = self.protocol.rounds * (self.protocol.lead_in + self.protocol.steps)
         return ROUNDS_SLACK * steps * sum(attempt.step_s for attempt in standing)
@@ -448,9 +394,3 @@ class _Search:
         trial = Trial(what, key, taken, why, over, step_ms)
         self.trials.append(trial)
         self._there.tell(trial.line())
-
-
-def _is_slower(times: Ratio, than: str) -> bool:
-    """Of the result. Against an earlier search's, as soon as it looks so: a repetition must not
-    creep; against the profile as it is, beyond what is as fast."""
-    return times.high < 1 or times.times < (1.0 if than == BEFORE else AS_FAST)

@@ -127,8 +127,8 @@ def _comment(found: Tuned) -> Iterator[str]:
     machine, protocol = found.machine, found.protocol
     yield (
         f"Made by gptfast tune --profile {found.start['name']} --minutes {found.minutes:g}, "
-        f"{found.started.replace('T', ' ')}, on {machine.name} ({machine.device}, "
-        f"{machine.threads} threads, {machine.platform}): gptfast {found.gptfast}, "
+        f"{found.started.replace('T', ' ')}, on {machine.name} ({machine.where}, "
+        f"{machine.platform}): gptfast {found.gptfast}, "
         f"torch {machine.torch}, Python {machine.python}. {protocol.rounds} rounds of "
         f"{protocol.steps} steps each, by turns."
     )
