@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,9 @@ from gptfast.bench.messages import (
     Phases,
     RungFailed,
 )
+from gptfast.bench.process import WorkerProcess
 from gptfast.bench.record import Bench, Protocol
+from gptfast.bench.worker import Desk
 from gptfast.contract.tiny import tiny_profile
 from gptfast.plugin import Claim, Plugin, Profile
 from gptfast.registry import Enabled
@@ -207,6 +211,23 @@ class FakeWorker:
 def gauge(peak: float = FACTS.peak_flops) -> Gauge:
     """One that sees the same at each look."""
     return Gauge(peak, lambda: peak, between_rounds=True, tell=lambda line: None)
+
+
+class AtHand(WorkerProcess):
+    """A worker without a process of its own."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._rungs = ExitStack()
+        self._desk = Desk(self._rungs)
+
+    def _ask(self, request: dict[str, Any], patience_s: float) -> dict[str, Any]:
+        with redirect_stderr(io.StringIO()):  # which a process has in its log
+            said = json.dumps(self._desk.answer(json.loads(json.dumps(request))))
+        answer: dict[str, Any] = json.loads(said)
+        return answer
+
+    def close(self, *, farewell_s: float = 0.0) -> None:
+        self._rungs.close()
 
 
 def there(machine: FakeMachine, *order: Enabled, **changes: Any) -> Bound:

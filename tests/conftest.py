@@ -50,6 +50,17 @@ def inputs() -> Path:
     return Path(__file__).parent / "inputs"
 
 
+@pytest.fixture
+def at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The workers of a bench are in this process, and the current folder is empty."""
+    from bench_helpers import AtHand
+
+    from gptfast.bench import ladder
+
+    monkeypatch.setattr(ladder, "WorkerProcess", AtHand)
+    monkeypatch.chdir(tmp_path)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:

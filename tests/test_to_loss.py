@@ -251,11 +251,9 @@ def test_options_that_do_not_go_together_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_race_in_real_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("at_hand")
+def test_a_race_of_real_trainings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The windows of a seed are the same for all; batch-warmup sees fewer of them."""
-    monkeypatch.chdir(tmp_path)
     write_tiny_store(tmp_path / "tiny.h5")
     profile = tiny_profile({"batch-warmup": {"start": 1, "steps": 4}}).replace(
         {"data.path": str(tmp_path / "tiny.h5"), "train.steps": 18, "train.learning_rate": 1e-3}

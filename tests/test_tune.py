@@ -500,7 +500,7 @@ def test_what_is_shipped_is_not_written_to(
 
 def test_a_search_in_real_processes(tmp_path: Path) -> None:
     write_tiny_store(tmp_path / "tiny.h5")
-    profile = tiny_profile({"vocab-pad": {"multiple": 64}}).replace(
+    profile = tiny_profile({"fused-adamw": {}}).replace(
         {"data.path": str(tmp_path / "tiny.h5"), "train.batch_size": 1}
     )
     told: list[str] = []
@@ -509,15 +509,15 @@ def test_a_search_in_real_processes(tmp_path: Path) -> None:
         Loaded(profile, {}),
         minutes=1.5,
         device="cpu",
-        without=[name for name in registry.discover() if name != "vocab-pad"],
+        without=[name for name in registry.discover() if name != "fused-adamw"],
         protocol=Protocol(steps=3, rounds=6, lead_in=1),
         tell=told.append,
     )
     assert time.monotonic() - began < 95
     first = result.trials[0]
-    assert first.what == "without vocab-pad"
+    assert first.what == "without fused-adamw"
     assert first.over_best is not None
     assert first.over_best.paired
-    assert first.taken is ("vocab-pad" not in result.profile["plugins"])
+    assert first.taken is ("fused-adamw" not in result.profile["plugins"])
     assert result.untried == []
     assert any("rungs by turns" in line for line in told)
