@@ -41,6 +41,7 @@ __all__ = [
     "Machine",
     "Options",
     "Parts",
+    "Payback",
     "Plugin",
     "Profile",
     "Refused",
@@ -141,6 +142,14 @@ class Support:
     @classmethod
     def no(cls, reason: str) -> Support:
         return cls(False, reason)
+
+
+@dataclass(frozen=True)
+class Payback:
+    """What `bench` found of a plugin on this machine."""
+
+    after_steps: int | None
+    """Steps after which its start has paid. None: never, no step was faster."""
 
 
 @dataclass(frozen=True)
@@ -359,6 +368,14 @@ class Plugin:
     def supports(self, machine: Machine) -> Support:
         """Whether it works here, found out by a tiny real launch where a launch can fail."""
         return Support.yes()
+
+    def pays(self, steps: int, payback: Payback | None) -> Support | None:
+        """Whether its start pays in a run of `steps` steps. None: not a question here.
+
+        Asked by a training alone, before `supports`, and not where the plugin was asked for by
+        name; a resumed run keeps the answer that it began with. `payback` is what is known.
+        """
+        return None
 
     def configure(self, profile: Profile) -> Profile:
         """Transform, pure, before anything is built. `profile.model.vocab_size` is known."""

@@ -6,7 +6,7 @@ Installed is not enabled: every package may register plugins in the entry-point 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import Distribution, EntryPoint, entry_points
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gptfast.errors import Refused
-from gptfast.plugin import Machine, Plugin
+from gptfast.plugin import Machine, Plugin, Support
 from gptfast.profile import Profile, faults, nearest
 
 GROUP = "gptfast.plugins"
@@ -175,6 +175,7 @@ def select(
     *,
     unsupported: str,
     asked: Sequence[str] = (),
+    pays: Callable[[Enabled], Support | None] = lambda one: None,
 ) -> Selection:
     """Ask each plugin whether this machine supports it.
 
@@ -182,6 +183,8 @@ def select(
         planned: as `plan` gave them.
         unsupported: "skip" leaves the unsupported out and says so; "stop" refuses.
         asked: names that must work whatever `unsupported` says, as of `--plugin`.
+        pays: whether a plugin is worth its start; one that is not is left out first, whatever
+            `unsupported` says.
 
     Raises:
         Refused: a plugin that may not be skipped is not supported here.
@@ -191,6 +194,11 @@ def select(
     out: set[str] = set()
     for one in planned:
         missing = [name for name in one.plugin.requires if name in out]
+        worth = pays(one)
+        if worth is not None and not worth.ok and one.name not in asked:
+            skipped.append(Skipped(one.name, worth.reason))
+            out.add(one.name)
+            continue
         if missing:
             reason = f"needs {', '.join(missing)}, which is skipped"
         else:

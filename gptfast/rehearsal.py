@@ -82,12 +82,12 @@ def verify_resume(
         Refused: before anything was done; a run of one step cannot be stopped.
         GptfastError: the training failed.
     """
-    with opened(loaded, device=device, asked=asked) as setting:
+    with opened(loaded, device=device, asked=asked, cache=cache) as setting:
         steps = min(STEPS, setting.profile.train.steps)
         stop = steps // 2
         if stop == 0:
             raise Refused("--verify-resume: train.steps = 1 cannot be stopped on the way: use more")
-        fits = setting.fits(cache=cache, note=note)
+        fits = setting.fits(note=note)
         with tempfile.TemporaryDirectory(prefix=".verify-resume-", dir=folder) as name:
             rehearsal = _Rehearsal(setting, fits, stop, Path(name), note)
             straight = rehearsal.train("straight", [steps])

@@ -23,8 +23,9 @@ from gptfast.fit import windows_that_fit
 from gptfast.hooks import Hooks
 from gptfast.machine import find_machine, measure_matmul_peak, peak_dtype
 from gptfast.model import count_parameters, flops_per_token
+from gptfast.payback import known_payback
 from gptfast.place import ALONE, Place
-from gptfast.plugin import Machine, Profile
+from gptfast.plugin import Machine, Profile, Support
 from gptfast.provenance import git_commit, versions
 from gptfast.report import Finished, Listener, PluginLine, RunInfo
 from gptfast.runs import Resumable, Run, free_name, newest_name, only_writer, run_folder
@@ -43,6 +44,8 @@ class Setting:
         profile: with the vocabulary filled in.
         origins: of each value of the profile.
         asked: plugins that must be supported here, whatever the profile says.
+        checkpoint: what is to be resumed.
+        cache: folder in which what was found out about this machine is kept; None: nowhere.
     """
 
     profile: Profile
@@ -50,6 +53,8 @@ class Setting:
     machine: Machine
     store: Store
     asked: Sequence[str]
+    checkpoint: Checkpoint | None = None
+    cache: Path | None = None
 
     def select(self) -> registry.Selection:
         """The plugins, made anew: an instance serves one run.
@@ -62,9 +67,25 @@ class Setting:
             self.machine,
             unsupported=self.profile.unsupported_plugins,
             asked=self.asked,
+            pays=self._pays,
         )
 
-    def fits(self, *, cache: Path | None, note: Callable[[str], None]) -> int | None:
+    def _pays(self, one: registry.Enabled) -> Support | None:
+        """Whether a plugin is worth its start in this run. A resumed one keeps what it had: with
+        or without, the numbers are rounded in another way."""
+        options = self.profile.plugins[one.name]
+        known = None
+        if self.cache is not None:
+            known = known_payback(
+                one.name, options, self.profile, on=self.machine.name, at=self.cache
+            )
+        answer = one.plugin.pays(self.profile.train.steps, known)
+        if answer is None or self.checkpoint is None:
+            return answer
+        ran = one.name in self.checkpoint.meta["plugins"]
+        return Support.yes() if ran else Support.no("the run began without it")
+
+    def fits(self, *, note: Callable[[str], None]) -> int | None:
         """Most windows in a forward pass, found by trying. None: the profile says how many."""
         if self.profile.train.micro_batch != "auto":
             return None
@@ -73,7 +94,7 @@ class Setting:
             machine=self.machine,
             store=self.store,
             make_plugins=lambda: self.select().enabled,
-            cache=cache,
+            cache=self.cache,
             note=note,
         )
 
@@ -86,12 +107,14 @@ def opened(
     place: Place = ALONE,
     asked: Sequence[str],
     checkpoint: Checkpoint | None = None,
+    cache: Path | None = None,
 ) -> Iterator[Setting]:
     """Find the machine and open the data.
 
     Args:
         place: which of a run's processes this one is.
         checkpoint: what is to be resumed, which must have been trained on these data.
+        cache: folder in which what was found out about this machine is kept; None: nowhere.
 
     Raises:
         Refused: there is no such device, the data cannot be read or are others, or the batch cannot
@@ -104,7 +127,7 @@ def opened(
         if checkpoint is not None:
             check_data(checkpoint, store)
         profile = with_vocabulary(loaded.profile, store)
-        yield Setting(profile, loaded.origins, machine, store, asked)
+        yield Setting(profile, loaded.origins, machine, store, asked, checkpoint, cache)
 
 
 def train(
@@ -149,7 +172,14 @@ def train(
         found = Run.resumed(at).newest_intact() if resume else None
         checkpoint = found.checkpoint if found else None
         setting = stack.enter_context(
-            opened(loaded, device=device, place=place, asked=asked, checkpoint=checkpoint)
+            opened(
+                loaded,
+                device=device,
+                place=place,
+                asked=asked,
+                checkpoint=checkpoint,
+                cache=cache,
+            )
         )
         profile, machine, store = setting.profile, setting.machine, setting.store
         selection = setting.select()
@@ -171,7 +201,7 @@ def train(
             listener.note(f"{store.path} has no validation split: evaluation is off")
         fits = _kept_fit(checkpoint, profile) if checkpoint else None
         if fits is None:
-            fits = setting.fits(cache=cache, note=listener.note)
+            fits = setting.fits(note=listener.note)
         peak = measure_matmul_peak(machine.device, peak_dtype(machine.device))
         trainer = Trainer(
             profile,

@@ -19,6 +19,7 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
@@ -31,6 +32,7 @@ from gptfast.plugin import (
     Machine,
     Options,
     Parts,
+    Payback,
     Plugin,
     Refused,
     Stage,
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+LEAST_STEPS = 10_000
+"""Steps from which `auto` compiles where nobody has measured what it brings: the smallest model
+("char-small", 2 cores of a Xeon) waited 23 s for 2.3 ms a step. Larger ones pay sooner."""
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """Modes that replay CUDA graphs, which write their results to the same memory each time."""
 
@@ -109,6 +114,20 @@ def order_sums(context: Context) -> None:
     context.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
 
 
+def worth(steps: int, payback: Payback | None, *, least_steps: int) -> Support:
+    """Whether compiling pays in a run of `steps` steps, and in words after how many it does."""
+    if payback is None:
+        reason = (
+            "after how many steps compiling pays here is not known, gptfast bench finds out; with "
+            f'when = "auto" it is on from {least_steps:,} steps'
+        )
+        return Support(steps >= least_steps, reason)
+    if payback.after_steps is None:
+        return Support.no("bench found no step faster with it here")
+    reason = f"compiling pays after {payback.after_steps:,} steps here, as bench found"
+    return Support(steps > payback.after_steps, f"{reason}; this run has {steps:,}")
+
+
 def explain(error: Exception) -> str:
     """One line of what went wrong in the compiler, which buries it in several."""
     cause = getattr(error, "inner_exception", error)
@@ -133,6 +152,11 @@ class CompileOptions(Options):
     """Compile once for sizes that change. Here they do not."""
     optimizer: bool = False
     """Compile the optimizer's update too."""
+    when: Literal["always", "auto"] = "always"
+    """"auto" leaves a training plain that is too short to pay for the compiler: see `least_steps`.
+    `--plugin compile` compiles all the same."""
+    least_steps: int = LEAST_STEPS
+    """Steps from which "auto" compiles where `bench` has not measured the payback here."""
     required: bool = False
     """Refuse to run where nothing can be compiled, even in a profile that skips what it may."""
 
@@ -146,6 +170,12 @@ class Compile(Plugin):
     Options = CompileOptions
 
     _model: nn.Module
+    _worth: Support | None = None
+    """Of a training, until its first pass is over."""
+
+    def pays(self, steps: int, payback: Payback | None) -> Support | None:
+        self._worth = worth(steps, payback, least_steps=self.options.least_steps)
+        return self._worth if self.options.when == "auto" else None
 
     def supports(self, machine: Machine) -> Support:
         try:
@@ -165,6 +195,7 @@ class Compile(Plugin):
 
         # What this run compiled holds its model, and counts against torch's limit of versions.
         context.undo(torch.compiler.reset)
+        self._note = context.note
         if context.machine.kind == "cpu":
             order_sums(context)
 
@@ -175,12 +206,25 @@ class Compile(Plugin):
 
     def micro_scope(self, last: bool) -> AbstractContextManager[object]:
         replays = self.options.mode in GRAPH_MODES
-        return own_gradients(self._model) if replays and not last else nullcontext()
+        scope = own_gradients(self._model) if replays and not last else nullcontext()
+        if self._worth is None:
+            return scope
+        worth, self._worth = self._worth, None
+        return self._compiling(scope, worth)
 
     def ready(self, parts: Parts) -> None:
         if self.options.optimizer:
             # Not "fullgraph": torch's optimizers open a profiler range, which breaks the graph.
             compile_step(parts.optimizer, lambda step: self._compiled(step, fullgraph=False))
+
+    @contextmanager
+    def _compiling(self, scope: AbstractContextManager[None], worth: Support) -> Iterator[None]:
+        """Around the first pass, nearly all of which is the compiler's."""
+        start = time.perf_counter()
+        with scope:
+            yield
+        seconds = time.perf_counter() - start
+        self._note(f"compile: the first pass took {seconds:.1f} s; {worth.reason}")
 
     def _compiled(self, function: Callable[..., Any], **changed: Any) -> Callable[..., Any]:
         import torch

@@ -91,7 +91,7 @@ FLOORS = [
     {"plugin"},
     {"data", "report"},
     {"checkpoint", "console", "machine", "memory", "randomness", "registry"},
-    {"evaluate", "generate", "hooks", "provenance", "runs"},
+    {"evaluate", "generate", "hooks", "payback", "provenance", "runs"},
     {"assembly", "journal"},
     {"trainer"},
     {"fit", "rehearsal", "restore", "signals", "session"},

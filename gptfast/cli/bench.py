@@ -196,7 +196,27 @@ def _measure(
     if breakdown:
         traces.rename(folder / "traces")
     replace_text(folder / BENCH, result.to_json())
+    _keep_paybacks(app, loaded, result)
     return result
+
+
+def _keep_paybacks(app: App, loaded: Loaded, result: Bench) -> None:
+    """For trainings here, which leave out what does not pay in a run of their length."""
+    from gptfast.payback import keep_payback
+    from gptfast.plugin import Payback
+
+    profile, on = loaded.profile, result.machine.name
+    try:
+        for rung in result.rungs:
+            if rung.ran and rung.plugin is not None:
+                payback = Payback(rung.pays_back_steps)
+                options = profile.plugins[rung.plugin]
+                keep_payback(payback, rung.plugin, options, profile, on=on, at=app.cache_dir)
+    except OSError as error:
+        app.console.note(
+            f"{app.cache_dir}: what pays here cannot be kept ({error.strerror}): trainings go by "
+            "the plugins' own rules"
+        )
 
 
 def _draw(app: App, result: Bench, folder: Path) -> None:
