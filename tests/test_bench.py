@@ -21,10 +21,11 @@ from typing import Any
 import bench_plugins
 import pytest
 import torch
+from bench_helpers import AtHand
 from bench_plugins import Elsewhere
 from plugin_helpers import ROOT, gptfast
 
-from gptfast.bench import bare, ladder, phases, rung, worker
+from gptfast.bench import bare, phases, rung, worker
 from gptfast.bench.conditions import conditions
 from gptfast.bench.messages import RungFailed
 from gptfast.bench.phases import Stopwatch
@@ -266,16 +267,18 @@ def test_what_a_worker_answers(
     assert lap["footprint"]["free_bytes"] > 0
 
 
+# in this process --------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("at_hand")
 @pytest.mark.parametrize("fault", ["file", "taken", "no data"])
 def test_a_bench_that_is_impossible_is_refused_at_once(
     tmp_path: Path,
     config: Path,
     fault: str,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """CLI-17, and data that is not there."""
-    monkeypatch.chdir(tmp_path)
     out = tmp_path / "out"
     if fault == "file":
         out.write_text("mine")
@@ -291,32 +294,6 @@ def test_a_bench_that_is_impossible_is_refused_at_once(
         assert not out.exists()
     else:
         assert (out / "bench.json" if fault == "taken" else out).read_text() == "mine"
-
-
-# in this process --------------------------------------------------------------------------
-
-
-class AtHand(WorkerProcess):
-    """A worker without a process of its own."""
-
-    def __init__(self, scratch: Path) -> None:
-        self._rungs = ExitStack()
-        self._desk = worker.Desk(self._rungs)
-
-    def _ask(self, request: dict[str, Any], patience_s: float) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(
-            json.dumps(self._desk.answer(json.loads(json.dumps(request))))
-        )
-        return answer
-
-    def close(self, *, farewell_s: float = 0.0) -> None:
-        self._rungs.close()
-
-
-@pytest.fixture
-def at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(ladder, "WorkerProcess", AtHand)
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.usefixtures("at_hand")
