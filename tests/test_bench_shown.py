@@ -23,16 +23,18 @@ from bench_helpers import (
     leave_out,
     quarter_second,
 )
+from matplotlib.figure import Figure
 from plugin_helpers import enabled
 
 from gptfast.bench.compare import compare
 from gptfast.bench.conditions import Gpu
-from gptfast.bench.pictures import bars, pictures, stacked_bars
+from gptfast.bench.pictures import PHASES, bars, pictures, stacked_bars
 from gptfast.bench.published import published
 from gptfast.bench.record import Bench, read
 from gptfast.bench.table import (
     breakdown_table,
     comparison_table,
+    left_out,
     operators_table,
     published_sources,
     published_table,
@@ -41,7 +43,7 @@ from gptfast.bench.table import (
 )
 from gptfast.cli import main
 from gptfast.console import Console, Look
-from gptfast.console.ladder import in_terminal
+from gptfast.console.ladder import _draw, in_terminal
 from gptfast.errors import Refused
 
 # tables ----------------------------------------------------------------------------------
@@ -63,7 +65,9 @@ def test_a_narrow_terminal_gets_fewer_columns() -> None:
         assert max(map(len, shown)) <= width
         # Nothing had to be folded: head, rule and a line for each rung.
         assert len([line for line in shown if line.strip()]) == 2 + len(result.rungs)
+        assert {*columns, *left_out(result, width=width)} == set(everything)
     assert len(table(result, width=60)[0]) < len(everything)
+    assert left_out(result, width=None) == []
 
 
 def test_a_table_of_one_left_out_says_what_it_is_compared_with() -> None:
@@ -158,6 +162,17 @@ def test_pictures_hold_every_rung_and_every_part(tmp_path: Path) -> None:
     assert drawn == dict(pictures(divided(tmp_path)))
     assert sorted(dict(pictures(ladder_of("mine")))) == ["ladder.png", "ladder.svg"]
     assert [len(one.phases or ()) for one in stacked_bars(divided(tmp_path))] == [5] * 3
+
+
+def test_the_legend_covers_nothing_that_is_said_of_a_bar(tmp_path: Path) -> None:
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    _draw(figure, stacked_bars(divided(tmp_path)), title="a bench", phases=PHASES)
+    figure.draw_without_rendering()
+    legend = figure.legends[0].get_window_extent()
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(PHASES)
+    (axes,) = figure.axes
+    assert len(axes.texts) == 3
+    assert not any(legend.overlaps(text.get_window_extent()) for text in axes.texts)
 
 
 # two results -----------------------------------------------------------------------------

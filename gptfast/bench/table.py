@@ -68,13 +68,24 @@ COLUMNS = (
 
 def table(bench: Bench, *, width: int | None) -> Table:
     """A row for each rung; None for `width`: every column."""
-    columns = list(COLUMNS)
-    while width is not None and len(columns) > 1 and _width(columns, bench.rungs) > width:
-        columns.remove(max(columns, key=lambda column: column.rank))
+    columns = _shown(bench, width)
     titles = [column.title for column in columns]
     if bench.kind != LADDER:
         titles = ["x full" if title == "x before" else title for title in titles]
     return titles, [[column.cell(rung) for column in columns] for rung in bench.rungs]
+
+
+def left_out(bench: Bench, *, width: int | None) -> list[str]:
+    """Titles of the columns for which there is no room."""
+    shown = _shown(bench, width)
+    return [column.title for column in COLUMNS if column not in shown]
+
+
+def _shown(bench: Bench, width: int | None) -> list[Column]:
+    columns = list(COLUMNS)
+    while width is not None and len(columns) > 1 and _width(columns, bench.rungs) > width:
+        columns.remove(max(columns, key=lambda column: column.rank))
+    return columns
 
 
 def _width(columns: Sequence[Column], rungs: Sequence[Rung]) -> int:

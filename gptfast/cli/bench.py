@@ -235,6 +235,7 @@ def _show(app: App, result: Bench, folder: Path) -> None:
     from gptfast.bench.pictures import bars
     from gptfast.bench.table import (
         breakdown_table,
+        left_out,
         operators_table,
         published_sources,
         published_table,
@@ -245,11 +246,12 @@ def _show(app: App, result: Bench, folder: Path) -> None:
     from gptfast.console.ladder import in_terminal
 
     console = app.console
-    console.table(
-        title(result), *table(result, width=console.width if console.is_terminal else None)
-    )
+    width = console.width if console.is_terminal else None
+    console.table(title(result), *table(result, width=width))
     for line in in_terminal(bars(result), width=console.width, ascii_only=console.ascii_only):
         console.show(line)
+    if hidden := left_out(result, width=width):
+        console.line(f"no room for {', '.join(hidden)}: a wider terminal shows them")
     for remark in remarks(result):
         console.line(remark)
     theirs = published_table(result)

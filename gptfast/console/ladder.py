@@ -90,6 +90,8 @@ def _draw(figure: Figure, bars: Sequence[Bar], *, title: str, phases: Sequence[s
         axes.barh(range(len(bars)), [one.step_ms or 0.0 for one in bars], color=COLOURS[0])
     else:
         _stack(axes, bars, phases)
+        # Inside it would cover what is said beside long bars.
+        figure.legend(loc="outside lower center", ncols=len(phases), fontsize="small")
     axes.set_yticks(range(len(bars)), [_plain(one.name) for one in bars])
     axes.invert_yaxis()
     longest = max((one.step_ms or 0.0 for one in bars), default=1.0)
@@ -108,7 +110,6 @@ def _stack(axes: Axes, bars: Sequence[Bar], phases: Sequence[str]) -> None:
     for name, colour, widths in zip(phases, COLOURS, zip(*rows, strict=True), strict=True):
         axes.barh(range(len(bars)), widths, left=left, color=colour, label=name)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.legend(loc="lower right", fontsize="small")
 
 
 def _plain(text: str) -> str:
