@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from gptfast.errors import GptfastError, Refused
+from gptfast.gradients import with_gradients
 from gptfast.optim import decay_groups, doubling
 from gptfast.profile import Profile
 
@@ -56,6 +57,7 @@ __all__ = [
     "Windows",
     "decay_groups",
     "doubling",
+    "with_gradients",
 ]
 
 T = TypeVar("T")

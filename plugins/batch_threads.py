@@ -18,13 +18,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from gptfast.plugin import Claim, Context, Machine, Options, Plugin, Stage, Support, Tries
+from gptfast.plugin import (
+    Claim,
+    Context,
+    Machine,
+    Options,
+    Plugin,
+    Stage,
+    Support,
+    Tries,
+    with_gradients,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -57,7 +67,7 @@ class Team:
         recorded = torch.is_grad_enabled()
         modes = thread_modes()
 
-        def score(part: tuple[Tensor, Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+        def score(part: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
             with modes():
                 loss = loss_of(*part)
                 found = torch.autograd.grad(loss, self._parameters) if recorded else ()
@@ -73,32 +83,11 @@ class Team:
         # In the order of the parts, so that the sums are the same each time.
         for loss, found in (future.result() for future in underway):
             total += loss
-            for gradient, more in zip(gradients, found, strict=True):
-                gradient.add_(more)
+            if recorded:
+                torch._foreach_add_(gradients, found)
         if not recorded:
             return total
-        known: Tensor = known_gradients().apply(gradients, total, *self._parameters)
-        return known
-
-
-@cache
-def known_gradients() -> Any:
-    """The autograd function of a loss whose gradients were computed with it."""
-    import torch
-
-    class KnownGradients(torch.autograd.Function):
-        @staticmethod
-        def forward(
-            ctx: Any, gradients: Sequence[Tensor], loss: Tensor, *parameters: Tensor
-        ) -> Tensor:
-            ctx.gradients = gradients
-            return loss.clone()
-
-        @staticmethod
-        def backward(ctx: Any, scale: Tensor) -> Any:
-            return None, None, *(gradient.mul_(scale) for gradient in ctx.gradients)
-
-    return KnownGradients
+        return with_gradients(total, gradients, self._parameters)
 
 
 def thread_modes() -> Callable[[], Any]:

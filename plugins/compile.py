@@ -6,7 +6,10 @@ anew. With `optimizer`, the update is compiled too; its learning rate becomes a 
 Python number that changes would be compiled anew at each step.
 Helps: everywhere a compiler works, most on GPUs and with small layers.
 Costs: half a minute to some minutes at the first step and again at the first evaluation. The
-modes "reduce-overhead" and "max-autotune" replay CUDA graphs and keep more memory.
+modes "reduce-overhead" and "max-autotune" replay CUDA graphs: what the host would launch one by one
+it launches as a whole, which helps where a step is short and the host cannot keep up. torch copies
+each batch to where the graph reads it; losses, and gradients that more are added to, are copied out
+of what the next replay overwrites. They keep more memory.
 On a CPU the compiled sums are made in one order, so that two runs are equal bit for bit; no cost of
 that was seen (40.0 against 40.8 ms a step). On GPUs it may cost, and is left as torch has it.
 Claim: rounding, within 0.5 % of the baseline's loss: fused sums are made in another order. With
@@ -20,8 +23,9 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,6 +42,7 @@ from gptfast.plugin import (
     Stage,
     Support,
     Tries,
+    with_gradients,
 )
 
 if TYPE_CHECKING:
@@ -52,13 +57,111 @@ GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """Modes that replay CUDA graphs, which write their results to the same memory each time."""
 
 
-def compile_loss(model: nn.Module, compiler: Compiler) -> None:
+class JointLoss:
+    """A model's loss and its gradients as one compiled graph, with no autograd in between.
+
+    Two graphs hand all that is kept for the second over in Python, which on a small model is a good
+    part of a step, and in which threads wait for each other.
+
+    Args:
+        plain: the model's own forward, from (model, tokens, targets) to the summed loss.
+        note: told once where the model cannot be had this way.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plain: Callable[..., Tensor],
+        compiler: Compiler,
+        note: Callable[[str], None],
+    ) -> None:
+        from torch.func import grad_and_value
+
+        whole = with_forward(model, plain)
+        named = {name: p for name, p in whole.named_parameters() if p.requires_grad}
+        self._model = model
+        self._parameters = list(named.values())
+        self._compiled = compiler(grad_and_value(partial(loss_at, whole, list(named))))
+        self._note = note
+        self._is_traceable = True
+
+    def serves(self, model: nn.Module) -> bool:
+        """Whether this call of `model`, perhaps a copy, is one in float32 that wants gradients."""
+        import torch
+
+        return (
+            self._is_traceable
+            and model is self._model
+            and torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cpu")
+        )
+
+    def __call__(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor | None:
+        """The summed loss, scalar; None where the compiler cannot follow the gradient."""
+        import torch
+        from torch._dynamo.exc import TorchDynamoException
+
+        try:
+            with torch.no_grad():
+                gradients, loss = self._compiled(self._parameters, tokens_BT, targets_BT)
+        except TorchDynamoException as error:
+            if self._is_traceable:
+                self._is_traceable = False
+                self._note(
+                    f"compile: forward and backward are graphs of their own: {explain(error)}"
+                )
+            return None
+        return with_gradients(loss, gradients, self._parameters)
+
+
+def with_forward(model: nn.Module, plain: Callable[..., Tensor]) -> nn.Module:
+    """A module around `model`, whose own `forward` may be another by now, that calls `plain`."""
+    from torch import nn
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+            return plain(self.model, tokens_BT, targets_BT)
+
+    return Whole()
+
+
+def loss_at(
+    whole: nn.Module,
+    names: Sequence[str],
+    parameters: Sequence[Tensor],
+    tokens_BT: Tensor,
+    targets_BT: Tensor,
+) -> Tensor:
+    """The loss as a function of the parameters."""
+    from torch.func import functional_call
+
+    named = dict(zip(names, parameters, strict=True))
+    loss: Tensor = functional_call(whole, named, (tokens_BT, targets_BT))
+    return loss
+
+
+def compile_loss(
+    model: nn.Module,
+    compiler: Compiler,
+    *,
+    jointly: Callable[[Callable[..., Tensor]], JointLoss] | None = None,
+    begin: Callable[[], None] = lambda: None,
+) -> None:
     """Have `compiler` compile `model(tokens, targets)`; without targets the model stays plain.
 
     Not by `model.compile()`, which would compile the calls with a growing cache as well.
+
+    Args:
+        jointly: makes of the plain forward what is called instead, wherever it serves.
+        begin: called before each compiled forward pass.
     """
     plain = model.forward.__func__ if isinstance(model.forward, MethodType) else type(model).forward
     compiled = compiler(plain)
+    joint = jointly(plain) if jointly is not None else None
 
     def forward(
         self: nn.Module, tokens_BT: Tensor, targets_BT: Tensor | None = None, **rest: Any
@@ -68,6 +171,11 @@ def compile_loss(model: nn.Module, compiler: Compiler) -> None:
         from torch._dynamo.exc import TorchDynamoException
 
         try:
+            if joint is not None and joint.serves(self):
+                loss = joint(tokens_BT, targets_BT)
+                if loss is not None:
+                    return loss
+            begin()
             # A CUDA graph writes each loss to one place; an evaluation keeps many.
             return compiled(self, tokens_BT, targets_BT).clone()
         except (TorchDynamoException, OSError) as error:
@@ -114,6 +222,18 @@ def order_sums(context: Context) -> None:
     context.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
 
 
+def cpu_options(mode: str, *, cpp_wrapper: bool) -> dict[str, Any]:
+    """What inductor is told on a CPU: what `mode` stands for, and tanh by way of exp.
+
+    torch's own vector tanh takes 1.5 times as long, and GPT-2's GELU is one. The other is within
+    1e-7 of it; only where tanh itself is as small as that does it lose digits.
+    """
+    import torch
+
+    modes = torch._inductor.list_mode_options(mode)
+    return {**modes, "cpp.use_decompose_tanh": True, "cpp_wrapper": cpp_wrapper}
+
+
 def worth(steps: int, payback: Payback | None, *, least_steps: int) -> Support:
     """Whether compiling pays in a run of `steps` steps, and in words after how many it does."""
     if payback is None:
@@ -152,6 +272,8 @@ class CompileOptions(Options):
     """Compile once for sizes that change. Here they do not."""
     optimizer: bool = False
     """Compile the optimizer's update too."""
+    joint: bool = True
+    """On a CPU in float32: loss and gradients as one graph, called from C++."""
     when: Literal["always", "auto"] = "always"
     """"auto" leaves a training plain that is too short to pay for the compiler: see `least_steps`.
     `--plugin compile` compiles all the same."""
@@ -170,6 +292,7 @@ class Compile(Plugin):
     Options = CompileOptions
 
     _model: nn.Module
+    _is_on_cpu = False
     _worth: Support | None = None
     """Of a training, until its first pass is over."""
 
@@ -196,17 +319,30 @@ class Compile(Plugin):
         # What this run compiled holds its model, and counts against torch's limit of versions.
         context.undo(torch.compiler.reset)
         self._note = context.note
-        if context.machine.kind == "cpu":
+        self._is_on_cpu = context.machine.kind == "cpu"
+        self._is_joint = self.options.joint and self._is_on_cpu
+        if self._is_on_cpu:
             order_sums(context)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        compile_loss(model, self._compiled)
+        import torch
+
+        # Without it torch guesses where an iteration ends, and takes an update compiled too for
+        # the next one, in which the gradients' memory is free. Source: the function's own page.
+        begin = torch.compiler.cudagraph_mark_step_begin if self._replays else lambda: None
         self._model = model
+        compile_loss(
+            model, self._compiled, jointly=self._jointly if self._is_joint else None, begin=begin
+        )
         return model
 
+    def _jointly(self, plain: Callable[..., Tensor]) -> JointLoss:
+        # Called from C++, other threads run meanwhile.
+        compiler = partial(self._compiled, cpp_wrapper=True)
+        return JointLoss(self._model, plain, compiler, self._note)
+
     def micro_scope(self, last: bool) -> AbstractContextManager[object]:
-        replays = self.options.mode in GRAPH_MODES
-        scope = own_gradients(self._model) if replays and not last else nullcontext()
+        scope = own_gradients(self._model) if self._replays and not last else nullcontext()
         if self._worth is None:
             return scope
         worth, self._worth = self._worth, None
@@ -226,13 +362,29 @@ class Compile(Plugin):
         seconds = time.perf_counter() - start
         self._note(f"compile: the first pass took {seconds:.1f} s; {worth.reason}")
 
-    def _compiled(self, function: Callable[..., Any], **changed: Any) -> Callable[..., Any]:
+    @property
+    def _replays(self) -> bool:
+        return self.options.mode in GRAPH_MODES
+
+    def _compiled(
+        self,
+        function: Callable[..., Any],
+        *,
+        fullgraph: bool | None = None,
+        cpp_wrapper: bool = False,
+    ) -> Callable[..., Any]:
         import torch
 
         options = self.options
-        asked = {"fullgraph": options.fullgraph, "dynamic": options.dynamic, **changed}
+        how: dict[str, Any] = {"mode": options.mode}
+        if self._is_on_cpu and options.backend == "inductor":
+            how = {"options": cpu_options(options.mode, cpp_wrapper=cpp_wrapper)}
         compiled: Callable[..., Any] = torch.compile(
-            function, backend=options.backend, mode=options.mode, **asked
+            function,
+            backend=options.backend,
+            fullgraph=options.fullgraph if fullgraph is None else fullgraph,
+            dynamic=options.dynamic,
+            **how,
         )
         return compiled
 

@@ -247,4 +247,6 @@ class Loader(Plugin):
             )
 
     def wrap_source(self, source: Source) -> Source:
+        if not (self.options.workers or self._pin_memory):
+            return source  # DataLoader would read in the loop too, and take longer to hand over
         return LoaderSource(source, options=self.options, pin_memory=self._pin_memory)

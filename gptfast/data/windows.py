@@ -10,6 +10,7 @@ The arithmetic is written out on 64-bit integers: no release of NumPy can change
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +80,7 @@ class WindowOrder:
         epoch = np.where(visit < first, 0, 1 + (visit - first) // later)
         place = np.where(visit < first, visit, (visit - first) % later)
 
-        keys = _mix(self._key() + epoch.astype(np.uint64) * _GOLDEN)
+        keys = _mix(self._key + epoch.astype(np.uint64) * _GOLDEN)
         # Bits for the first epoch in every one: an epoch's order must not depend on what else is
         # in the batch.
         half_bits = max(1, ((first - 1).bit_length() + 1) // 2)
@@ -88,6 +89,7 @@ class WindowOrder:
         phase = (_mix(keys ^ _PHASE) % np.uint64(slack + 1)).astype(np.int64)
         return windows * self.block_size + np.where(epoch == 0, 0, phase)
 
+    @cached_property
     def _key(self) -> UInt64s:
         key = _mix(np.array([self.seed], dtype=np.uint64) + _GOLDEN)
         for byte in self.split.encode():
