@@ -232,6 +232,18 @@ def test_a_faster_plugin_that_breaks_its_claim_is_not_taken() -> None:
     assert list(left.profile["plugins"]) == ["knob"]
 
 
+def test_a_search_that_finds_nothing_says_so() -> None:
+    start: dict[str, dict[str, Any]] = {"knob": {}}
+    machine = Workshop(
+        pace=lambda p: 0.05 if (p.plugins, p.train.windows_per_micro) == (start, 4) else 0.07
+    )
+    result = look_for(machine, start)
+    assert result.profile["plugins"] == start
+    (said,) = tuned.remarks(result)
+    assert said.endswith("ms/step: nothing that was tried beats contract as it is")
+    assert "~" not in said
+
+
 def test_what_others_need_stays_with_them() -> None:
     known = found(dragging=Speeding, needing=Needing)
     result = look_for(Workshop(), {"dragging": {}, "needing": {}}, installed=known)

@@ -111,11 +111,14 @@ def remarks(found: Tuned) -> Iterator[str]:
             f"{found.step_ms:,.2f} ms/step, x {ratio_cell(found.over_start)} as fast as {name} "
             f"as it is{drift}"
         )
-    else:
+    elif any(trial.taken for trial in found.trials):
         yield f"{found.step_ms:,.2f} ms/step"
+    else:
+        yield f"{found.step_ms:,.2f} ms/step: nothing that was tried beats {name} as it is"
     if found.over_known is not None:
         yield f"x {ratio_cell(found.over_known)} as fast as the profile tuned before"
-    yield "~ no significant difference: the 95 % interval holds 1"
+    if any(trial.over_best and not trial.over_best.significant for trial in found.trials):
+        yield "~ no significant difference: the 95 % interval holds 1"
     if found.untried:
         yield (
             f"left untried after {found.seconds / 60:.1f} of {found.minutes:g} minutes: "
