@@ -81,37 +81,44 @@ class JointLoss:
         named = {name: p for name, p in whole.named_parameters() if p.requires_grad}
         self._model = model
         self._parameters = list(named.values())
-        self._compiled = compiler(grad_and_value(partial(loss_at, whole, list(named))))
+        self._plain = grad_and_value(partial(loss_at, whole, list(named)))
+        self._compiled = compiler(self._plain)
         self._note = note
-        self._is_traceable = True
+        self._is_functional: bool | None = None
 
     def serves(self, model: nn.Module) -> bool:
         """Whether this call of `model`, perhaps a copy, is one in float32 that wants gradients."""
         import torch
 
         return (
-            self._is_traceable
-            and model is self._model
+            model is self._model
             and torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
         )
 
     def __call__(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor | None:
-        """The summed loss, scalar; None where the compiler cannot follow the gradient."""
+        """The summed loss, scalar; None where the gradient is not one that this can follow."""
         import torch
-        from torch._dynamo.exc import TorchDynamoException
+
+        with torch.no_grad():
+            if self._is_functional is None:
+                self._is_functional = self._tried(tokens_BT[:1], targets_BT[:1])
+            if not self._is_functional:
+                return None
+            gradients, loss = self._compiled(self._parameters, tokens_BT, targets_BT)
+        return with_gradients(loss, gradients, self._parameters)
+
+    def _tried(self, tokens_BT: Tensor, targets_BT: Tensor) -> bool:
+        """Found out without the compiler, which does not clean up behind such a failure."""
+        import torch
 
         try:
-            with torch.no_grad():
-                gradients, loss = self._compiled(self._parameters, tokens_BT, targets_BT)
-        except TorchDynamoException as error:
-            if self._is_traceable:
-                self._is_traceable = False
-                self._note(
-                    f"compile: forward and backward are graphs of their own: {explain(error)}"
-                )
-            return None
-        return with_gradients(loss, gradients, self._parameters)
+            with torch.random.fork_rng(devices=()):
+                self._plain(self._parameters, tokens_BT, targets_BT)
+        except RuntimeError as error:
+            self._note(f"compile: forward and backward are two graphs here: {explain(error)}")
+            return False
+        return True
 
 
 def with_forward(model: nn.Module, plain: Callable[..., Tensor]) -> nn.Module:

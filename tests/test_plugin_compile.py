@@ -7,14 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 import torch
-from gptfast_plugins.compile import Compile, compile_loss, explain
+from gptfast_plugins.activation_checkpointing import ActivationCheckpointing
+from gptfast_plugins.compile import Compile, JointLoss, compile_loss, explain
 from plugin_helpers import enabled
 from torch._dynamo.utils import counters
 
@@ -121,9 +123,10 @@ def written(model: GPT, prompt: list[int]) -> list[int]:
     )
 
 
-def tiny_model() -> GPT:
+def tiny_model(*, tied_head: bool = True) -> GPT:
     torch.manual_seed(0)
-    return GPT(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=61))
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16, "vocab_size": 61}
+    return GPT(ModelConfig(**shape, tied_head=tied_head))
 
 
 def test_names_and_copies_stay_those_of_the_model() -> None:
@@ -156,6 +159,82 @@ def test_what_inductor_buries_is_dug_out() -> None:
     wrapped = torch._dynamo.exc.BackendCompilerFailed(torch.compile, denied, None)
     assert explain(wrapped).startswith("/cache/x: Permission denied: set TORCHINDUCTOR_CACHE_DIR")
     assert explain(RuntimeError("first\n\nsecond")) == "RuntimeError: first"
+
+
+# loss and gradients as one graph ---------------------------------------------------------------
+
+
+def jointly(model: GPT, notes: list[str], backend: str = "aot_eager") -> GPT:
+    """The model with loss and gradients as one graph."""
+
+    def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+
+    def joint(plain: Callable[..., torch.Tensor]) -> JointLoss:
+        return JointLoss(model, plain, compiler, notes.append)
+
+    compile_loss(model, compiler, jointly=joint)
+    return model
+
+
+def gradients(model: GPT, batch: torch.Tensor, *, scale: float = 0.1) -> list[torch.Tensor]:
+    model.zero_grad()
+    (model(batch, batch) * scale).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("tied_head", [True, False])
+def test_one_graph_gives_the_loss_and_gradients_of_autograd(tied_head: bool) -> None:
+    batch = torch.arange(24).view(2, 12)
+    plain = tiny_model(tied_head=tied_head)
+    notes: list[str] = []
+    joint = jointly(tiny_model(tied_head=tied_head), notes)
+    counters.clear()
+    assert joint(batch, batch).item() == pytest.approx(plain(batch, batch).item(), rel=1e-6)
+    pairs = list(zip(gradients(joint, batch), gradients(plain, batch), strict=True))
+    assert len(pairs) == len(list(plain.parameters()))
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert graphs() == 1
+    assert not notes
+    # Over micro-batches the gradients add up.
+    (joint(batch, batch) * 0.1).backward()
+    torch.testing.assert_close(joint.wte.weight.grad, 2 * pairs[0][0], rtol=1e-4, atol=1e-6)
+    torch.compiler.reset()
+
+
+def test_where_gradients_are_not_wanted_or_not_in_float32_there_are_two_graphs() -> None:
+    """Autograd leaves autocast for the backward pass; one graph would be inside of it."""
+    notes: list[str] = []
+    model, batch = jointly(tiny_model(), notes), torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        assert model(batch, batch).grad_fn is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_joint(model(batch, batch))
+    assert not is_joint(copy.deepcopy(model)(batch, batch))
+    assert is_joint(model(batch, batch))
+    assert not notes
+    torch.compiler.reset()
+
+
+def is_joint(loss: torch.Tensor) -> bool:
+    assert loss.grad_fn is not None
+    return type(loss.grad_fn).__name__ == "KnownBackward"
+
+
+def test_what_cannot_be_one_graph_is_two_and_says_so() -> None:
+    """A checkpointed block hangs on hooks that no functional gradient knows."""
+    notes: list[str] = []
+    model, batch = tiny_model(), torch.arange(12).view(2, 6)
+    wanted = gradients(model, batch)
+    ActivationCheckpointing(ActivationCheckpointing.Options()).wrap_model(model)
+    found = gradients(jointly(model, notes), batch)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    gradients(model, batch)
+    (note,) = notes
+    assert note.startswith("compile: forward and backward are two graphs here: ")
+    torch.compiler.reset()
 
 
 # where nothing can be compiled -----------------------------------------------------------------
