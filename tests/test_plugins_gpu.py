@@ -482,3 +482,19 @@ def test_a_compiled_update_in_cuda_graphs_trains_as_without() -> None:
         graphs = rig.train(rig.profile(train__micro_batch=2))
         plain = rig.train(rig.profile({}, train__micro_batch=2))
     assert rig.difference(graphs.losses, plain.losses) <= 5e-3
+
+
+def test_each_forward_pass_begins_a_new_iteration_of_cuda_graphs(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two micro-batches a step."""
+    begun: list[int] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
+    changes: dict[str, Any] = {"train__micro_batch": 2, "train__eval_interval": 0}
+    for mode, expected in (("default", 0), ("reduce-overhead", 2)):
+        begun.clear()
+        plugins = {"amp": {"dtype": "bf16"}, "compile": {"backend": "eager", "mode": mode}}
+        trainer, _ = rig.trainer(rig.profile(plugins, **changes))
+        with trainer:
+            trainer.one_step()
+        assert len(begun) == expected
