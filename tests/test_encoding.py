@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from gptfast.data.plan import plan
 from gptfast.data.sources import Source
 from gptfast.data.vocabularies.bpe import PATTERNS, Bpe
 from gptfast.data.vocabularies.encoders import encoder_for
-from gptfast.errors import GptfastError
 
 spiky = st.lists(
     st.sampled_from(
@@ -155,29 +153,3 @@ def test_a_long_row_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     )
     assert len(found) > 20
     assert [encoded.documents for encoded in found] == [[0], *([[]] * (len(found) - 1))]
-
-
-def test_what_is_made_ahead_comes_in_order_and_ends_with_its_error() -> None:
-    made: list[int] = []
-    closed: list[bool] = []
-
-    def numbers() -> Generator[int, None, None]:
-        try:
-            for n in range(5):
-                made.append(n)
-                yield n
-            raise GptfastError("text.txt: has changed")
-        finally:
-            closed.append(True)
-
-    seen: list[int] = []
-    with pytest.raises(GptfastError, match="has changed"):
-        seen.extend(encoding._ahead(numbers()))
-    assert seen == [0, 1, 2, 3, 4]
-    assert closed == [True]
-
-    early = encoding._ahead(numbers())
-    assert next(early) == 0
-    early.close()
-    assert closed == [True, True]
-    assert len(made) <= 5 + 2

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -96,8 +95,8 @@ def encode(
     whole = tokenizer.needs_whole_documents
     chunks = _chunks(surveys, plan, splits=SPLITS, reading=reading, whole=whole)
     batches = _batches(itertools.islice(chunks, skip, None))
-    # The encoders let go of the interpreter, and so does most of what the caller does with the ids.
-    yield from _ahead(_map_in_order(encode_batch, batches, workers=workers))
+    # The encoders let other threads run meanwhile: this one reads, and the caller writes.
+    yield from _map_in_order(encode_batch, batches, workers=workers)
 
 
 def training_text(surveys: Sequence[Survey], plan: Plan, *, reading: Reading) -> Iterator[str]:
@@ -271,18 +270,7 @@ def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
             yield batch
 
 
-def _ahead(items: Generator[A, None, None]) -> Generator[A, None, None]:
-    """The same items, each made in a thread while the caller is busy with the one before."""
-    with contextlib.closing(items), ThreadPoolExecutor(1) as maker:
-        coming = maker.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = maker.submit(next, items, None)
-            yield item
-
-
-def _map_in_order(
-    function: Callable[[A], B], items: Iterable[A], *, workers: int
-) -> Generator[B, None, None]:
+def _map_in_order(function: Callable[[A], B], items: Iterable[A], *, workers: int) -> Iterator[B]:
     """The result of each item, in order, with few items underway at a time."""
     pool = ThreadPoolExecutor(workers)
     underway: deque[Future[B]] = deque()
