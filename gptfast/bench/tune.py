@@ -254,7 +254,8 @@ class _Search:
                 continue
             if changed.train.windows_per_micro > self._fits:
                 continue
-            over = over or self._deadline.left_s < self.sitting_s(1)
+            # What it takes until it is warm is not known: without a compiler, little.
+            over = over or self._deadline.left_s < self._rounds_s([self.best] * 2)
             if not over:
                 try:
                     self._try(move, changed)
