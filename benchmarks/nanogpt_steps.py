@@ -2,7 +2,7 @@
 
 nanoGPT is used as it is, from a checkout that you name; its loop here does per step what its
 `train.py` does (batch, forward, backward, clipping, update, the loss read as often as its recipe
-logs; on CUDA bf16 autocast, TF32, pinned memory and fused AdamW). Presets are its recipes: `char`
+logs, as ours is in ours; on CUDA bf16 autocast, TF32, pinned memory and fused AdamW). Presets are its recipes: `char`
 for a CPU (4 layers, 4 heads, width 128, block 64, batch 12), `gpt2` (GPT-2 124M, block 1024, batch
 16), and `tiny` to try the script. Each contender is a process of its own and runs alone; rounds go
 A B C, C B A, so that drift of the machine cancels.
@@ -46,7 +46,7 @@ class Recipe:
     learning_rate: float
     beta2: float
     log_interval: int
-    """Steps between two readings of the loss."""
+    """Steps between nanoGPT's readings of the loss."""
     data: str
     profiles: tuple[str, ...]
 
@@ -201,9 +201,9 @@ def gptfast(recipe: Recipe, profile: str, data: Path, device: str) -> Contender:
     trainer.__enter__()  # until the process ends
 
     def laps(steps: int) -> None:
-        for number in range(steps):
+        for _ in range(steps):
             trainer.one_step()
-            if (number + 1) % recipe.log_interval == 0:
+            if trainer.progress.step % trainer.profile.train.log_interval == 0:
                 trainer.journal.flush()
         trainer.journal.flush()
         synchronize(machine.device)
