@@ -1,11 +1,11 @@
 """Milliseconds a step beside nanoGPT: the same model, the same batch, by turns.
 
 nanoGPT is used as it is, from a checkout that you name; its loop here does per step what its
-`train.py` does (batch, forward, backward, clipping, update, the loss read as often as its recipe
-logs, as ours is in ours; on CUDA bf16 autocast, TF32, pinned memory and fused AdamW). Presets are its recipes: `char`
-for a CPU (4 layers, 4 heads, width 128, block 64, batch 12), `gpt2` (GPT-2 124M, block 1024, batch
-16), and `tiny` to try the script. Each contender is a process of its own and runs alone; rounds go
-A B C, C B A, so that drift of the machine cancels.
+`train.py` does (batch, forward, backward, clipping, update; on CUDA bf16 autocast, TF32, pinned
+memory and fused AdamW) and reads the loss as often as its recipe logs, as our loop does ours.
+Presets are its recipes: `char` for a CPU (4 layers, 4 heads, width 128, block 64, batch 12), `gpt2`
+(GPT-2 124M, block 1024, batch 16), and `tiny` to try the script. Each contender is a process of its
+own and runs alone; rounds go A B C, C B A, so that drift of the machine cancels.
 
     git clone https://github.com/karpathy/nanoGPT
     gptfast prepare shakespeare --tokenizer chars
