@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -184,6 +185,28 @@ def test_an_unreachable_address_is_one_line(
     monkeypatch.setattr(fetch_module, "_WAIT_S", 0)
     with pytest.raises(GptfastError, match=r"^http://127.0.0.1:9/x: cannot be fetched \(.*refused"):
         fetch("http://127.0.0.1:9/x", tmp_path / "x", sha256=None, note=[].append)
+
+
+@pytest.mark.parametrize("once_known", [False, True])
+def test_a_name_that_is_never_known_is_given_up_sooner(
+    once_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a network, and not where it drops out for a while."""
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    asked: list[str] = []
+
+    def look_up(host: str, *rest: object, **more: object) -> list[object]:
+        asked.append(host)
+        if once_known and len(asked) == 2:
+            raise TimeoutError("timed out")
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with pytest.raises(GptfastError, match=r"^http://nowhere/x: cannot be fetched \(.*not known\)"):
+        fetch("http://nowhere/x", tmp_path / "x", sha256=None, note=[].append)
+    assert len(asked) == (fetch_module._ATTEMPTS if once_known else fetch_module._ATTEMPTS_OFFLINE)
+    assert (sum(waits) <= 10) != once_known
 
 
 def test_a_cache_that_cannot_be_written_to_is_one_line(site: Site, tmp_path: Path) -> None:

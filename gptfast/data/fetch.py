@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -28,6 +29,8 @@ from gptfast.errors import GptfastError
 _TIMEOUT_S = 30.0
 _ATTEMPTS = 6
 """In a row that bring nothing."""
+_ATTEMPTS_OFFLINE = 3
+"""Where not once the name of the server could be looked up: most likely there is no network."""
 _WAIT_S = 1.0
 """Before the second attempt; each further wait is twice as long."""
 _BLOCK = 1 << 18
@@ -84,7 +87,7 @@ def only_one(path: Path) -> Iterator[None]:
 
 
 def _in_attempts(address: str, partial: Partial, note: Callable[[str], None]) -> str | None:
-    in_vain = 0
+    in_vain, attempts = 0, _ATTEMPTS_OFFLINE
     while True:
         before = partial.n_bytes
         note(f"fetching {address}" + f" from byte {before:,} on" * (before > 0))
@@ -96,8 +99,10 @@ def _in_attempts(address: str, partial: Partial, note: Callable[[str], None]) ->
                     f"{address}: answers {_reason(error)}: the file is not there for you"
                 ) from None
             reason = _reason(error)
+            if not isinstance(getattr(error, "reason", None), socket.gaierror):
+                attempts = _ATTEMPTS
         in_vain = in_vain + 1 if partial.n_bytes <= before else 0
-        if in_vain >= _ATTEMPTS:
+        if in_vain >= attempts:
             kept = f"; {partial.n_bytes:,} bytes are kept" * (partial.n_bytes > 0)
             raise GptfastError(
                 f"{address}: cannot be fetched ({reason}){kept}: run the command again to go on"
