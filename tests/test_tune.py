@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_helpers import CONDITIONS, FACTS, PROTOCOL, FakeMachine, FakeWorker, gauge
+from bench_helpers import CONDITIONS, FACTS, PROTOCOL, FakeMachine, FakeWorker, gauge, there
 from plugin_helpers import found
 
 from gptfast import config, registry
@@ -293,6 +293,22 @@ def test_a_rung_that_never_answers_costs_no_more_than_the_time() -> None:
     assert machine.now <= 180
     assert result.untried[0] == "without dragging"
     assert result.profile["plugins"] == {"dragging": {}, "knob": {}}
+
+
+def test_a_first_step_may_take_all_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    patience: list[float] = []
+
+    @contextmanager
+    def no_machine(loaded: Loaded, *, protocol: Protocol, **_: Any) -> Iterator[Bound]:
+        patience.append(protocol.patience_s)
+        yield there(FakeMachine(), protocol=protocol)
+
+    monkeypatch.setattr(tune_module, "bound", no_machine)
+    monkeypatch.setattr(
+        tune_module, "search", lambda there, **_: patience.append(there.protocol.patience_s)
+    )
+    tune(Loaded(tiny_profile({}), {}), minutes=1, tell=pytest.fail)
+    assert patience == [30.0, Protocol.patience_s]
 
 
 def test_too_few_minutes_are_said() -> None:

@@ -81,10 +81,10 @@ def tune(
     registry.plan(loaded.profile, found=found, origins=loaded.origins)
     protocol = protocol or Protocol(rounds=ROUNDS)
     # Two questions are asked before there is a deadline: of the machine, and of the plugins.
-    protocol = replace(protocol, patience_s=min(protocol.patience_s, minutes * 60 / 2))
-    with bound(loaded, device=device, protocol=protocol, unsupported=True, tell=tell) as there:
+    hurried = replace(protocol, patience_s=min(protocol.patience_s, minutes * 60 / 2))
+    with bound(loaded, device=device, protocol=hurried, unsupported=True, tell=tell) as there:
         return search(
-            there,
+            replace(there, protocol=protocol),
             found={name: one for name, one in found.items() if name not in without},
             known=known,
             minutes=minutes,
