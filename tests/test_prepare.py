@@ -326,6 +326,17 @@ def test_a_text_that_may_not_be_read_is_refused(
     assert only(tmp_path, folder.name)
 
 
+def test_ids_that_may_not_be_looked_at_are_not_passed_over(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = folder / "beside.bin"
+    locked.touch()
+    deny(np, "fromfile", monkeypatch, path=locked)
+    with pytest.raises(Refused, match=r"beside\.bin: cannot be read \(Permission denied\): change "):
+        prepared(tmp_path, folder)
+    assert only(tmp_path, folder.name)
+
+
 def test_a_folder_that_may_not_be_looked_into_is_not_passed_over(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

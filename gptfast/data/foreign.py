@@ -240,10 +240,19 @@ def _check_header(path: Path, head: Sequence[int], vocabulary: Vocabulary, size:
 
 
 def is_token_file(path: Path) -> bool:
-    """Whether a file holds ids, by the name that nanoGPT gives it or by its header."""
+    """Whether a file holds ids, by the name that nanoGPT gives it or by its header.
+
+    Raises:
+        Refused: it may not be read, so that nothing tells.
+    """
     if path.suffix != ".bin" or not path.is_file():
         return False
-    head = np.fromfile(path, "<i4", 1).tolist()
+    try:
+        head = np.fromfile(path, "<i4", 1).tolist()
+    except OSError as error:
+        raise Refused(
+            f"{path}: cannot be read ({error.strerror}): change its rights, or move it away"
+        ) from error
     return path.name in _RAW or not VOCABULARIES.keys().isdisjoint(head)
 
 
