@@ -28,6 +28,7 @@ from plugin_helpers import enabled
 
 from gptfast.bench.compare import compare
 from gptfast.bench.conditions import Gpu
+from gptfast.bench.messages import Operator
 from gptfast.bench.pictures import PHASES, bars, pictures, stacked_bars
 from gptfast.bench.published import published
 from gptfast.bench.record import Bench, read
@@ -95,6 +96,13 @@ def test_where_the_time_goes_adds_up_to_a_step(tmp_path: Path) -> None:
     assert sum(parts) == pytest.approx(step)
     _, operators = operators_table(divided(tmp_path).rungs[0])
     assert operators == [["aten::mm", "100.000", "37.3%", "24.0"]]
+    (first, *_) = divided(tmp_path).rungs
+    assert first.breakdown is not None
+    kernel = Operator(f"void gemm<{'float, ' * 40}>", 1.0, 1.0)
+    _, ((name, *_),) = operators_table(
+        replace(first, breakdown=replace(first.breakdown, operators=[kernel]))
+    )
+    assert name == f"{kernel.name[:57]}..."
 
 
 def ladder_of(*names: str) -> Bench:

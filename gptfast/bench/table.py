@@ -14,6 +14,9 @@ MIB = 2**20
 GAP = 3
 """Blanks that a table puts between two columns, at most."""
 
+LONGEST_NAME = 60
+"""Of an operator; bench.json has it whole."""
+
 Rows = list[list[str | None]]
 Table = tuple[list[str], Rows]
 """Titles of the columns, and the rows."""
@@ -149,10 +152,15 @@ def operators_table(rung: Rung) -> Table:
     assert rung.breakdown is not None, "the caller asks for rungs that were divided up"
     total = rung.breakdown.phases.step_ms
     rows: Rows = [
-        [one.name, f"{one.ms:,.3f}", f"{one.ms / total:.1%}", f"{one.calls:,.1f}"]
+        [_shortened(one.name), f"{one.ms:,.3f}", f"{one.ms / total:.1%}", f"{one.calls:,.1f}"]
         for one in rung.breakdown.operators
     ]
     return [f"{rung.name}: largest operators", "ms/step", "of a step", "calls"], rows
+
+
+def _shortened(name: str) -> str:
+    """Kernels are named by all their template arguments, compiled graphs by hashes."""
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 3]}..."
 
 
 def published_table(bench: Bench) -> Table | None:
