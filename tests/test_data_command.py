@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import pickle
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -99,6 +100,22 @@ def test_show_says_what_the_file_holds(made: Path, data: Data) -> None:
     assert source["documents"] == len(ROWS)
     assert facts["attributes"]["val_fraction"] == 0.3
     assert facts["head"]["text"] == "one"
+
+
+def test_one_is_not_told_as_several(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "a.txt").write_text("a")
+    for command in (
+        ["prepare", "a.txt", "--tokenizer", "chars", "--out", "a.h5"],
+        ["data", "show", "a.h5"],
+        ["data", "verify", "a.h5"],
+        ["data", "sample", "a.h5"],
+        ["data", "export", "a.h5", "--format", "nanogpt", "--out", "moved"],
+        ["data", "import", "moved", "--out", "b.h5"],
+    ):
+        assert main(command) == 0
+        said = capsys.readouterr().out
+        assert re.search(r"\b1 (token|id|byte|document)\b", said), said
+        assert not re.search(r"\b1 \w+s\b", said), said
 
 
 def test_show_prints_no_control_code_of_the_text(

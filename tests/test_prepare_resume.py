@@ -338,7 +338,7 @@ def test_without_resume_it_begins_anew_and_says_so(tmp_path: Path) -> None:
     prepared(tmp_path, *sources, tokenizer="bytes", note=notes.append)
     assert only(tmp_path, *before)
     (note,) = notes
-    assert "tokens of it from a prepare that was stopped go now: with --resume" in note
+    assert " tokens, goes now: with --resume it would" in note
     notes.clear()
     prepared(tmp_path, *sources, tokenizer="bytes", note=notes.append, resume=True, force=True)
     assert notes == [f"{tmp_path / 'corpus.h5'}: there is nothing to resume, it begins anew"]

@@ -9,6 +9,7 @@ import click
 
 from gptfast.cli.app import App
 from gptfast.cli.options import json_option
+from gptfast.data.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,7 +114,8 @@ def _show(found: Description, console: Console) -> None:
             ],
         )
     if len(found.sources) > _SHOWN_SOURCES:
-        console.note(f"{len(found.sources) - _SHOWN_SOURCES:,} more sources: --json has them all")
+        more = counted(len(found.sources) - _SHOWN_SOURCES, "more source")
+        console.note(f"{more}: --json has them all")
     console.line()
     console.line(f"{found.head.split} begins:", style="dim")
     console.line(str(found.head))
@@ -131,10 +133,11 @@ def _format(found: Description) -> str:
 
 def _tokenizer(found: Description) -> str:
     if found.tokenizer is None:
-        return "unknown" + ("" if found.vocab_size is None else f", {found.vocab_size:,} ids")
+        size = "" if found.vocab_size is None else f", {counted(found.vocab_size, 'id')}"
+        return f"unknown{size}"
     separator = found.tokenizer.separator
     between = "no separator" if separator is None else f"separator {separator}"
-    return f"{found.tokenizer.name}, {found.tokenizer.vocab_size:,} ids, {between}"
+    return f"{found.tokenizer.name}, {counted(found.tokenizer.vocab_size, 'id')}, {between}"
 
 
 def _number(value: int | None) -> str | None:
@@ -164,10 +167,9 @@ def verify(app: App, *, file: Path, as_json: bool) -> None:
     else:
         _report(found, app.console)
     if found.faults:
-        n = len(found.faults)
         raise GptfastError(
-            f"{found.path}: {n} fault{'s' * (n > 1)}, see above: make the file again, or copy it "
-            "again from where it is whole"
+            f"{found.path}: {counted(len(found.faults), 'fault')}, see above: make the file "
+            "again, or copy it again from where it is whole"
         )
 
 
@@ -232,7 +234,8 @@ def _heading(stretch: Stretch) -> str:
     document = "" if stretch.document is None else f"document {stretch.document:,}, "
     more = ", goes on" if stretch.cut and stretch.document is not None else ""
     return (
-        f"--- {stretch.split}: {document}{stretch.n_tokens:,} tokens from {stretch.start:,}{more}"
+        f"--- {stretch.split}: {document}{counted(stretch.n_tokens, 'token')} "
+        f"from {stretch.start:,}{more}"
     )
 
 
@@ -300,7 +303,8 @@ def export(
         app.console.json(written)
         return
     folder = app.console.path(str(written.folder))
-    app.console.line(f"{folder}: {written.n_tokens:,} tokens, {written.n_bytes:,} bytes")
+    counts = f"{counted(written.n_tokens, 'token')}, {counted(written.n_bytes, 'byte')}"
+    app.console.line(f"{folder}: {counts}")
     for one in written.files:
         app.console.line(f"  {one}")
 
@@ -339,7 +343,7 @@ def import_(
         return
     app.console.line(
         f"{app.console.path(str(made.path))}: ids of {made.format}, {made.tokenizer} "
-        f"({made.vocab_size:,} ids)"
+        f"({counted(made.vocab_size, 'id')})"
     )
     app.console.table(
         "",

@@ -10,6 +10,7 @@ import click
 
 from gptfast.cli.app import App
 from gptfast.cli.options import json_option
+from gptfast.data.wording import counted
 
 if TYPE_CHECKING:
     from gptfast.console import Console
@@ -196,9 +197,9 @@ def _show(prepared: Prepared, console: Console, folder: Path) -> None:
     shown = path.relative_to(folder) if path.is_relative_to(folder) else path
     by = " by gigatoken" if prepared.encoder == "gigatoken" else ""
     console.line(
-        f"{shown}: {prepared.train.n_tokens + prepared.val.n_tokens:,} tokens of "
-        f"{prepared.tokenizer} ({prepared.vocab_size:,} ids){by}, {prepared.n_documents:,} "
-        f"document{'s' * (prepared.n_documents != 1)}, {prepared.seconds:.1f} s"
+        f"{shown}: {counted(prepared.train.n_tokens + prepared.val.n_tokens, 'token')} of "
+        f"{prepared.tokenizer} ({counted(prepared.vocab_size, 'id')}){by}, "
+        f"{counted(prepared.n_documents, 'document')}, {prepared.seconds:.1f} s"
     )
     console.line(f"from {prepared.source}")
     console.table(
@@ -223,13 +224,13 @@ def _show(prepared: Prepared, console: Console, folder: Path) -> None:
         console.note(f"characters left out {reason}: {prepared.n_left_out:,}")
     if prepared.n_wide:
         console.warn(
-            f"decoded {prepared.n_wide:,} file{'s' * (prepared.n_wide != 1)} from UTF-16 or "
-            f"UTF-32, replaced {prepared.n_replaced:,} bytes by U+FFFD"
+            f"decoded {counted(prepared.n_wide, 'file')} from UTF-16 or UTF-32, replaced "
+            f"{counted(prepared.n_replaced, 'byte')} by U+FFFD"
         )
     elif prepared.n_replaced:
-        console.warn(f"replaced {prepared.n_replaced:,} bytes that were not UTF-8 by U+FFFD")
+        console.warn(f"replaced {counted(prepared.n_replaced, 'byte')} not in UTF-8 by U+FFFD")
     if prepared.n_bad_rows:
-        console.warn(f"skipped {prepared.n_bad_rows:,} bad row{'s' * (prepared.n_bad_rows != 1)}")
+        console.warn(f"skipped {counted(prepared.n_bad_rows, 'bad row')}")
     left_out = [
         f"{count:,} {kind}"
         for count, kind in (

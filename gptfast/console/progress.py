@@ -77,7 +77,7 @@ class PrepareProgress:
 
     def _text(self, bytes_done: int, tokens: int) -> Text:
         seconds = max(self._now() - self._begin, 1e-9)
-        parts = [f"{count(tokens)} tokens", f"{count(tokens / seconds)} tok/s"]
+        parts = [f"{count(tokens)} token{'s' * (tokens != 1)}", f"{count(tokens / seconds)} tok/s"]
         if not self._total:
             return Text("  ".join([self._verb, size(bytes_done), *parts]))
         share = bytes_done / self._total

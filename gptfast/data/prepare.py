@@ -40,6 +40,7 @@ from gptfast.data.tokenizer import (
     made_from_corpus,
 )
 from gptfast.data.vocabularies.encoders import Choice, encoder_for
+from gptfast.data.wording import counted
 from gptfast.data.writer import Draft
 from gptfast.errors import Refused
 
@@ -277,8 +278,8 @@ def _unfinished(out: Path, *, resume: bool, note: Callable[[str], None]) -> Unfi
     found = find_unfinished(out)
     if found is not None and not resume:
         note(
-            f"{out}: {found.n_tokens:,} tokens of it from a prepare that was stopped go now: with "
-            "--resume it would have gone on with them"
+            f"{out}: what a prepare that was stopped left, {counted(found.n_tokens, 'token')}, "
+            "goes now: with --resume it would have gone on with them"
         )
     if found is None and resume:
         note(f"{out}: there is nothing to resume, it begins anew")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from gptfast.data.layout import DAMAGE, OWN, Split, pieces
 from gptfast.data.store import Store
+from gptfast.data.wording import counted
 from gptfast.errors import GptfastError
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def _tokenizer(store: Store, found: Verified) -> Tokenizer | None:
             f"tokenizer: its definition cannot be used ({error.__cause__ or error})"
         )
         return None
-    said = f"tokenizer: {tokenizer.name}, {tokenizer.vocab_size:,} ids"
+    said = f"tokenizer: {tokenizer.name}, {counted(tokenizer.vocab_size, 'id')}"
     if tokenizer.vocab_size == store.vocab_size:
         found.holds.append(said)
     else:
@@ -170,7 +171,7 @@ class _InRange:
 
     def holds(self) -> str:
         below = "" if self._vocab_size is None else f", all below {self._vocab_size:,}"
-        return f"{self._split.n_tokens:,} ids, the largest {self._largest:,}{below}"
+        return f"{counted(self._split.n_tokens, 'id')}, the largest {self._largest:,}{below}"
 
 
 class _Checksum:
@@ -207,10 +208,11 @@ class _BytesOfText:
     def fault(self) -> str | None:
         if self._found == self._recorded:
             return None
-        return f"its ids spell {self._found:,} bytes of text, but {self._recorded:,} are written"
+        found = counted(self._found, "byte")
+        return f"its ids spell {found} of text, but {self._recorded:,} are written"
 
     def holds(self) -> str:
-        return f"{self._recorded:,} bytes of text"
+        return f"{counted(self._recorded, 'byte')} of text"
 
 
 class _Documents:
