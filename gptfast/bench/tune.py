@@ -46,8 +46,8 @@ from gptfast.registry import Found
 ROUNDS = 8
 ROUND_S = 1.0
 """A round has fewer steps where they would take longer."""
-CLOSING_S = 5.0
-"""Kept for ending the processes."""
+CLOSING_S = 10.0
+"""Kept for ending the processes, of which one that computes is given a while."""
 ROUNDS_SLACK = 1.3
 """Rounds may take so many times what the warm-up promises."""
 THE_PROFILE = "profile as it is"
