@@ -8,7 +8,7 @@ Costs: per matrix and step about `ns_steps` * 6 * rows * columns * min(rows, col
     a few percent of a step with large batches and much more with small ones, and many small
     launches on small models. Saves one of AdamW's two moments. torch.optim.Muon iterates in
     bfloat16, which a CPU without units for it multiplies several times slower than float32; there
-    the iteration is done in float32.
+    the iteration is done in float32, on the Gram matrices of all matrices at once.
 Numerics: recipe: it changes what is learnt.
 
 The learning rate has AdamW's scale with `adjust_lr_fn = "match_rms_adamw"`, so that the profile's
@@ -20,13 +20,14 @@ Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural netw
 
 from __future__ import annotations
 
+import math
+from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import Field
 
 from gptfast.plugin import (
     Claim,
-    Context,
     Machine,
     Options,
     Plugin,
@@ -39,6 +40,7 @@ from gptfast.plugin import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -66,28 +68,89 @@ def split_parameters(model: nn.Module) -> tuple[NamedParameters, NamedParameters
 
 
 def orthogonalised(
-    update: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float
-) -> Tensor:
-    """The Newton-Schulz iteration of torch.optim.Muon, in `update`'s own dtype.
+    updates: Sequence[Tensor],
+    ns_coefficients: tuple[float, float, float],
+    ns_steps: int,
+    eps: float,
+) -> list[Tensor]:
+    """The Newton-Schulz iteration of torch.optim.Muon, of many matrices at once in their own dtype.
+
+    It multiplies x by a polynomial p of its Gram matrix g = x x^T, and g by p^2, again and again.
+    These are small, square and commute: here they are multiplied among themselves, for all matrices
+    whose smaller side is equal in one product, and x only by what comes out.
 
     Args:
-        update: (rows, columns).
-        ns_coefficients: of the quintic a x + b x^3 + c x^5 that each iteration applies.
+        updates: each (rows, columns). In less than float32 errors would grow too much.
+        ns_coefficients: a, b and c of p(g) = a + b g + c g^2.
         eps: the least norm to divide by.
 
     Returns:
-        (rows, columns), with all singular values near 1.
+        Each (rows, columns), with all singular values near 1.
     """
     import torch
 
     a, b, c = ns_coefficients
-    tall = update.size(0) > update.size(1)
-    x = update.T if tall else update
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(ns_steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+    norms = [norm.clamp_(min=eps) for norm in torch._foreach_norm(tuple(updates))]
+    unit = torch._foreach_div(tuple(updates), norms)
+    wide = [x.T if x.size(0) > x.size(1) else x for x in unit]
+    for side in {x.size(0) for x in wide}:
+        which = [i for i, x in enumerate(wide) if x.size(0) == side]
+        gram = torch.stack([wide[i] @ wide[i].T for i in which])
+        factors: list[Tensor] = []
+        for _ in range(ns_steps):
+            if factors:
+                gram = factors[-1] @ gram @ factors[-1]
+            factors.append(torch.baddbmm(gram, gram, gram, beta=b, alpha=c))
+            factors[-1].diagonal(dim1=-2, dim2=-1).add_(a)
+        product = reduce(torch.matmul, factors)
+        for i, q in zip(which, product, strict=True):
+            wide[i] = q @ wide[i]
+    return [x.T if u.size(0) > u.size(1) else x for u, x in zip(updates, wide, strict=True)]
+
+
+def gram_muon() -> type[torch.optim.Muon]:
+    """torch.optim.Muon, settings and state included, whose step takes all matrices at once.
+
+    The class is made here, and not above, because listing the plugins must not import torch.
+    """
+    import torch
+
+    class GramMuon(torch.optim.Muon):
+        @torch.no_grad()
+        def step(self) -> None:  # type: ignore[override]  # no closure: no loop here has one
+            for group in self.param_groups:
+                self._step(group, [p for p in group["params"] if p.grad is not None])
+
+        def _step(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+            momentum, lr = group["momentum"], float(group["lr"])
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            kept = [self._kept(p) for p in parameters]
+            torch._foreach_lerp_(kept, gradients, 1 - momentum)
+            ahead = torch._foreach_lerp(gradients, kept, momentum) if group["nesterov"] else kept
+            updates = orthogonalised(
+                ahead, group["ns_coefficients"], group["ns_steps"], group["eps"]
+            )
+            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+            for parameter, update in zip(parameters, updates, strict=True):
+                scale = rate_scale(parameter.shape, group["adjust_lr_fn"])
+                parameter.add_(update, alpha=-lr * scale)
+
+        def _kept(self, parameter: Tensor) -> Tensor:
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            momentum: Tensor = state["momentum_buffer"]
+            return momentum
+
+    return GramMuon
+
+
+def rate_scale(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
+    """By how much torch.optim.Muon multiplies the learning rate of a matrix."""
+    rows, columns = shape
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
 
 
 class Joined:
@@ -159,27 +222,21 @@ class Muon(Plugin):
             torch.optim.AdamW([parameter], fused=self.options.fused).step()
         except RuntimeError as error:
             return Support.no(str(error).splitlines()[0])
-        return Support.yes(f"iterates in {self._iterates_in(machine)}")
+        return Support.yes(f"iterates in {self._iterates_in(machine.kind)}")
 
-    def setup(self, context: Context) -> None:
-        from torch.optim import _muon
-
-        if self._iterates_in(context.machine) == "float32":
-            # torch 2.13 has no option for it, so its private function is replaced. A release that
-            # names it otherwise fails here, naming this plugin.
-            context.setattr(_muon, "_zeropower_via_newtonschulz", orthogonalised)
-
-    def _iterates_in(self, machine: Machine) -> str:
+    def _iterates_in(self, kind: str) -> str:
         if self.options.iterate_in != "auto":
             return self.options.iterate_in
-        return "float32" if machine.kind == "cpu" else "bfloat16"
+        return "float32" if kind == "cpu" else "bfloat16"
 
     def build_optimizer(self, model: nn.Module, profile: Profile) -> Optimizer:
         import torch
 
         options, train = self.options, profile.train
         hidden, rest = split_parameters(model)
-        muon = torch.optim.Muon(
+        in_float32 = self._iterates_in(hidden[0][1].device.type) == "float32"
+        kind = gram_muon() if in_float32 else torch.optim.Muon
+        muon = kind(
             [parameter for _, parameter in hidden],
             lr=options.lr or train.learning_rate,
             weight_decay=(
