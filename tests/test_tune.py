@@ -23,7 +23,7 @@ from gptfast.bench.messages import Built, Lap, RungFailed
 from gptfast.bench.moves import BEFORE, tries
 from gptfast.bench.record import Protocol, Ratio
 from gptfast.bench.tune import THE_PROFILE, search, tune
-from gptfast.bench.tuned import Tuned
+from gptfast.bench.tuned import Trial, Tuned
 from gptfast.cli import main
 from gptfast.config import Loaded
 from gptfast.contract.tiny import tiny_profile, write_tiny_store
@@ -243,7 +243,7 @@ def test_a_search_that_finds_nothing_says_so() -> None:
     result = look_for(machine, start)
     assert result.profile["plugins"] == start
     (said,) = tuned.remarks(result)
-    assert said.endswith("ms/step: nothing that was tried beats contract as it is")
+    assert said.endswith("ms/step: nothing that was tried beats profile contract as it is")
     assert "~" not in said
 
 
@@ -460,6 +460,27 @@ def test_the_profile_is_added_and_written_anew_and_the_rest_stays(
     tuned.keep(path, result, name="tuned", folder=tmp_path)
     assert path.read_bytes() == after
     assert [file.name for file in tmp_path.iterdir()] == ["gptfast.toml"]
+
+
+def test_each_line_of_a_profile_tuned_again_says_why(tmp_path: Path) -> None:
+    """What was not tuned, but given, needs no reason."""
+    loaded = config.load(
+        "fast", folder=tmp_path, without=["compile"], overrides=["train.batch_size=8"]
+    )
+    on = {n: o for n, o in loaded.profile.plugins.items() if n not in ("flash", "loader")}
+    again = [
+        Trial(BEFORE, "plugins", True, "not slower"),
+        Trial("without flash", "plugins.flash", True, "faster"),
+    ]
+    found = result_for(loaded, {"plugins": on, "train.micro_batch": 8})
+    result = replace(found, trials=again)
+    path = tmp_path / "gptfast.toml"
+    tuned.keep(path, result, name="tuned", folder=tmp_path)
+    lines = path.read_text().splitlines()
+    assert "loader = false  # profile tuned before: not slower" in lines
+    assert "flash = false  # faster" in lines
+    assert "compile = false" in lines
+    assert not any(line.startswith("micro_batch") for line in lines)
 
 
 def test_a_file_that_cannot_name_the_profile_gets_it_whole(tmp_path: Path) -> None:

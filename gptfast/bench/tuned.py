@@ -15,6 +15,7 @@ import tomli_w
 from gptfast import config
 from gptfast.bench.conditions import Conditions
 from gptfast.bench.messages import MachineFacts
+from gptfast.bench.moves import BEFORE
 from gptfast.bench.record import Drift, Protocol, Ratio
 from gptfast.bench.table import Rows, Table, ratio_cell
 from gptfast.checkpoint import sync
@@ -108,13 +109,13 @@ def remarks(found: Tuned) -> Iterator[str]:
     if found.over_start is not None:
         drift = f", losses within {found.drift.largest:.1e}" if found.drift else ""
         yield (
-            f"{found.step_ms:,.2f} ms/step, x {ratio_cell(found.over_start)} as fast as {name} "
-            f"as it is{drift}"
+            f"{found.step_ms:,.2f} ms/step, x {ratio_cell(found.over_start)} as fast as profile "
+            f"{name} as it is{drift}"
         )
     elif any(trial.taken for trial in found.trials):
         yield f"{found.step_ms:,.2f} ms/step"
     else:
-        yield f"{found.step_ms:,.2f} ms/step: nothing that was tried beats {name} as it is"
+        yield f"{found.step_ms:,.2f} ms/step: nothing that was tried beats profile {name} as it is"
     if found.over_known is not None:
         yield f"x {ratio_cell(found.over_known)} as fast as the profile tuned before"
     if any(trial.over_best and not trial.over_best.significant for trial in found.trials):
@@ -242,7 +243,11 @@ def _as_toml(
     """The profile as a commented block, with what differs from the one that it extends."""
     parent = extends[1] if extends else Profile()
     train = parent.train
-    if train.micro_batch != "auto" and train.windows_per_micro == profile.train.windows_per_micro:
+    windows = profile.train.windows_per_micro
+    if train.micro_batch != "auto" and (
+        train.windows_per_micro == windows
+        or (train.micro_batch is None and windows == profile.train.batch_size)
+    ):
         profile = profile.replace({"train.micro_batch": train.micro_batch})
     begin, end = marks(name)
     why = {trial.key: trial.why for trial in found.trials if trial.taken}
@@ -271,7 +276,13 @@ def _as_toml(
     switches = dict(_switches(profile.plugins, parent.plugins))
     if switches:
         lines.append(f"[profiles.{name}.plugins]")
-        lines += [_line(key, value, _why(key, why)) for key, value in switches.items()]
+        given = found.start["plugins"]
+        lines += [
+            _line(
+                key, value, _why(key, why) if profile.plugins.get(key) != given.get(key) else None
+            )
+            for key, value in switches.items()
+        ]
     return "\n".join([*lines, end, ""])
 
 
@@ -290,10 +301,11 @@ def _switches(
 
 
 def _why(plugin: str, why: Mapping[str, str]) -> str | None:
-    """Of a plugin's line, which may say several of its options."""
+    """Of a plugin's line, which may say several of its options, or what was found before."""
     key = f"plugins.{plugin}"
     reasons = [reason for of, reason in why.items() if of == key or of.startswith(f"{key}.")]
-    return "; ".join(dict.fromkeys(reasons)) or None
+    before = f"{BEFORE}: {why['plugins']}" if "plugins" in why else None
+    return "; ".join(dict.fromkeys(reasons)) or before
 
 
 def _line(key: str, value: Any, why: str | None = None) -> str:
