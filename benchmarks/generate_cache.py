@@ -59,7 +59,7 @@ def main() -> None:
             "vocab_size": VOCABULARY.get(asked.preset, 50_257),
         }
     )
-    model = GPT(config).to(machine.device)
+    model = GPT(config).to(machine.device).eval()  # as `generate` has it
     for cached in (True, False):
         seconds(model, machine.device, 8, cached=cached)
     times: dict[bool, list[float]] = {True: [], False: []}
