@@ -193,7 +193,8 @@ def sdpa_attention(
 
 
 class MLP(nn.Module):
-    """GELU (GPT-2), squared ReLU (So et al. 2021, Primer) or SwiGLU (Shazeer 2020)."""
+    """GELU (Hendrycks and Gimpel 2016), squared ReLU (So et al. 2021, Primer) or SwiGLU (Shazeer
+    2020)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -209,6 +210,8 @@ class MLP(nn.Module):
         x_BTF = self.c_fc(x_BTC)
         if self.activation == "gelu":
             x_BTF = F.gelu(x_BTF, approximate="tanh")
+        elif self.activation == "gelu-erf":
+            x_BTF = F.gelu(x_BTF)
         elif self.activation == "relu2":
             x_BTF = F.relu(x_BTF).square()
         else:

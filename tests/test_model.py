@@ -33,6 +33,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "rope": {"position": "rope"},
     "rmsnorm": {"norm": "rmsnorm"},
     "qk-norm": {"qk_norm": True},
+    "gelu-erf": {"activation": "gelu-erf"},
     "relu2": {"activation": "relu2"},
     "swiglu": {"activation": "swiglu"},
     "grouped": {"n_kv_head": 2},
@@ -416,6 +417,12 @@ def test_what_each_part_does() -> None:
     assert (plain(tokens) - tiny()(tokens)).abs().max() > 0.1
 
     x = torch.randn(3, 32)
+    gelu, erf = tiny().h[0].mlp, tiny(activation="gelu-erf").h[0].mlp
+    h = gelu.c_fc(x)
+    exact = 0.5 * h * (1 + torch.erf(h / math.sqrt(2)))
+    by_tanh = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+    torch.testing.assert_close(erf(x), erf.c_proj(exact), rtol=1e-5, atol=5e-7)
+    torch.testing.assert_close(gelu(x), gelu.c_proj(by_tanh), rtol=1e-5, atol=1e-6)
     relu2 = tiny(activation="relu2").h[0].mlp
     torch.testing.assert_close(relu2(x), relu2.c_proj(relu2.c_fc(x).clamp(min=0) ** 2))
     swiglu = tiny(activation="swiglu").h[0].mlp
