@@ -16,6 +16,7 @@ https://docs.pytorch.org/ao/stable/
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
@@ -167,7 +168,10 @@ class AdamW8Bit(Plugin):
         parameter = torch.nn.Parameter(torch.ones(64, 64, device=machine.device))
         parameter.grad = torch.ones_like(parameter)
         try:
-            self._optimizer([{"params": [parameter]}], lr=1e-3, betas=(0.9, 0.99)).step()
+            with warnings.catch_warnings():
+                # torch tells, once, the authors of torchao how to let it keep compiled code.
+                warnings.simplefilter("ignore", UserWarning)
+                self._optimizer([{"params": [parameter]}], lr=1e-3, betas=(0.9, 0.99)).step()
         except (RuntimeError, OSError, ImportError) as error:
             reason = f"a trial update failed: {str(error).strip().partition(chr(10))[0]}"
             way_out = ": try plugins.adamw-8bit.compiled = false" if self.options.compiled else ""
