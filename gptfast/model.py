@@ -130,19 +130,19 @@ class Attention(nn.Module):
         mask_TS: Any,
         cache: KVCache | None,
     ) -> Tensor:
-        config = self.config
+        config, G = self.config, self.config.kv_heads
         B, T, C = x_BTC.shape
-        q_BTC, k_BTC, v_BTC = self.c_attn(x_BTC).split(
-            [C, config.kv_heads * config.head_size, config.kv_heads * config.head_size], dim=2
-        )
-        q_BHTD = q_BTC.view(B, T, config.n_head, config.head_size).transpose(1, 2)
-        k_BGTD = k_BTC.view(B, T, config.kv_heads, config.head_size).transpose(1, 2)
-        v_BGTD = v_BTC.view(B, T, config.kv_heads, config.head_size).transpose(1, 2)
-        if config.qk_norm:
-            q_BHTD = F.rms_norm(q_BHTD, (config.head_size,))
-            k_BGTD = F.rms_norm(k_BGTD, (config.head_size,))
-        if rope is not None:
-            q_BHTD, k_BGTD = rotate(q_BHTD, *rope), rotate(k_BGTD, *rope)
+        heads_BTD = self.c_attn(x_BTC).view(B, T, -1, config.head_size).transpose(1, 2)
+        if config.qk_norm or rope is not None:
+            # Queries and keys at once: half as many operations, all of them small.
+            qk_BTD, v_BGTD = heads_BTD.split([config.n_head + G, G], dim=1)
+            if config.qk_norm:
+                qk_BTD = F.rms_norm(qk_BTD, (config.head_size,))
+            if rope is not None:
+                qk_BTD = rotate(qk_BTD, *rope)
+            q_BHTD, k_BGTD = qk_BTD.split([config.n_head, G], dim=1)
+        else:
+            q_BHTD, k_BGTD, v_BGTD = heads_BTD.split([config.n_head, G, G], dim=1)
         if cache is not None:
             k_BGTD, v_BGTD = cache.extend(self.layer, k_BGTD, v_BGTD)
         y_BHTD = self.attend(
