@@ -4,6 +4,9 @@ What: the model is compiled where it stands, once for training and once for eval
 written by the plain model: a cache grows by a token each time, and every length would be compiled
 anew. With `optimizer`, the update is compiled too; its learning rate becomes a tensor, because a
 Python number that changes would be compiled anew at each step.
+On a CPU in float32 loss and gradients are one graph (`joint`), without autograd's hand-over between
+two in Python, and called from C++; where a gradient cannot be had so (activation checkpointing,
+torch's chunked loss) there are two, which is said. GELU's tanh is computed by way of exp.
 Helps: everywhere a compiler works, most on GPUs and with small layers.
 Costs: half a minute to some minutes at the first step and again at the first evaluation. The
 modes "reduce-overhead" and "max-autotune" replay CUDA graphs: what the host would launch one by one
@@ -17,7 +20,8 @@ dropout, other random numbers are drawn.
 
 A machine without a compiler, or whose cache folder cannot be written, is found out by compiling a
 line before anything is loaded.
-Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
+Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html;
+https://docs.pytorch.org/docs/stable/generated/torch.func.grad_and_value.html
 """
 
 from __future__ import annotations
