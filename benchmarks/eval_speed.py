@@ -131,7 +131,8 @@ def main() -> None:
     print(f"{data.name}, all of val, median of {asked.rounds} rounds by turns")
     for name, taken in seconds.items():
         print(f"{name:16}{statistics.median(taken):7.2f} s, loss {losses[name]:.4f} (untrained)")
-    ratio = paired_ratio(*seconds.values(), Protocol())
+    nanogpts, gptfasts = seconds.values()
+    ratio = paired_ratio(nanogpts, gptfasts, Protocol())
     print(f"{ratio.times:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] times as fast as nanoGPT")
     for pipe in pipes.values():
         pipe.send(False)
