@@ -132,10 +132,15 @@ def test_a_shipped_plugin_keeps_its_promises_on_a_gpu(name: str) -> None:
     skip_unless_checked(promises)
 
 
-QUICKER = {**ROWS, "compile": {"backend": "eager"}}
+QUICKER = {**ROWS, "compile": {"backend": "eager", "joint": False}}
 """For pairs: capturing the graph is what another plugin can disturb, and takes half as long."""
 
-MORE_PAIRS = [("activation-checkpointing", "compile"), ("amp", "compile")]
+MORE_PAIRS = [
+    ("activation-checkpointing", "compile"),
+    ("amp", "compile"),
+    ("batch-threads", "compile"),
+    ("chunked-loss", "compile"),
+]
 """With the rows' own options: here the backward graph matters too."""
 
 

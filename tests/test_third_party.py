@@ -167,6 +167,9 @@ class EveryHook(Plugin):
         self.say("recover")
         return profile
 
+    def pays(self, steps, payback):
+        self.say("pays")
+
     def agree(self, stop):
         self.say("agree")
         return None

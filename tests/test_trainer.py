@@ -459,7 +459,8 @@ def test_a_recovered_step_goes_on_with_a_smaller_micro_batch(bare: Rig) -> None:
 def test_an_error_that_nobody_recovers_from_ends_the_run() -> None:
     with rig_of(oom=OutOfMemoryOnce, gauges=Gauges) as rig:
         profile = rig.profile({"oom": {"micro_batch": 1}, "gauges": {}})
-        with pytest.raises(RuntimeError, match="unknown trouble"):
+        named = r"plugin gauges .* failed in micro_scope: RuntimeError: unknown trouble"
+        with pytest.raises(GptfastError, match=named):
             rig.train(profile)
 
 
