@@ -294,15 +294,17 @@ def main() -> None:
     times, memory = measured(pipes, rounds=asked.rounds, steps=asked.steps)
     references = [name for name in builds if name in times][:3]
     print(f"{asked.preset} on {device}; largest matmul {peak / 1e12:.2f} TFLOP/s")
-    heads = "".join(f"{'x over ' + name:>30}" for name in references)
-    print(f"{'':28}{'ms/step':>9}{'of peak':>9}{'MiB':>8}{heads}")
+    width = max(map(len, times)) + 2
+    heads = "".join(f"{'x over ' + name:>{max(30, width + 7)}}" for name in references)
+    print(f"{'':{width}}{'ms/step':>9}{'of peak':>9}{'MiB':>8}{heads}")
     for name, taken in times.items():
         step_ms = statistics.median(taken)
         share = flops[name] / (step_ms / 1e3) / peak
-        row = f"{name:28}{step_ms:9.1f}{share:9.1%}{memory[name] / 2**20:8.0f}"
+        row = f"{name:{width}}{step_ms:9.1f}{share:9.1%}{memory[name] / 2**20:8.0f}"
         for reference in references:
             ratios = [a / b for a, b in zip(times[reference], taken, strict=True)]
-            row += f"{statistics.median(ratios):16.2f} [{min(ratios):.2f} to {max(ratios):.2f}]"
+            ratio = f"{statistics.median(ratios):.2f} [{min(ratios):.2f} to {max(ratios):.2f}]"
+            row += f"{ratio:>{max(30, width + 7)}}"
         print(row)
     if asked.out is not None:
         record = {
