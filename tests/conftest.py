@@ -50,6 +50,20 @@ def inputs() -> Path:
     return Path(__file__).parent / "inputs"
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny tensors: more threads only wait for each other, and one adds in the same order always.
+
+    For the module that says `pytestmark = pytest.mark.usefixtures("one_thread")`.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The workers of a bench are in this process, and the current folder is empty."""

@@ -12,14 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tokenizers
-import torch
 from data_helpers import TEXT, prepared, stored_ids
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -34,6 +33,7 @@ from gptfast.data.vocabularies.hugging_face import HuggingFace
 from gptfast.data.vocabularies.training import train_bpe
 from gptfast.errors import Refused
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 END = "<|endoftext|>"
 WORDS = "low lower newest widest new wide <unk> </s> [SEP] it's 你好 é 2024 \n\n a  b\t"
 
@@ -46,14 +46,6 @@ texts = st.one_of(
         max_size=20,
     ).map("".join),
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def trained(n_ids: int, text: str) -> Bpe:

@@ -37,6 +37,7 @@ from gptfast.plugin import (
 )
 from gptfast.registry import OURS, discover
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS: dict[str, dict[str, Any]] = {
     "accumulate": {"micro_batch": 2},
     "activation-checkpointing": {},
@@ -73,15 +74,6 @@ MORE_ROWS: list[tuple[str, dict[str, Any]]] = [
     ("flash", {"backend": "math"}),
 ]
 """Checked alone, not in pairs: the same plugin in another way."""
-
-
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    """A tiny model gains nothing from threads and loses to those who share the machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -8,7 +8,7 @@ import math
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE, Popen
 from types import SimpleNamespace
@@ -35,6 +35,7 @@ from gptfast.restore import Restored, restore
 from gptfast.runs import Run
 from gptfast.session import train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 MARKER = "PICKLE-CODE-RAN"
 PROFILE = """
@@ -68,16 +69,8 @@ RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 Cli = Callable[..., SimpleNamespace]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the runs, their data, and data of another tokenizer."""
     folder = tmp_path_factory.mktemp("trained")
     text = tiny_shakespeare(folder)

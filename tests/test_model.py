@@ -6,7 +6,6 @@ import importlib.util
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from gptfast.model import (
 )
 from gptfast.profile import ModelConfig
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PARTS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "sdpa": {"attention": "sdpa"},
@@ -58,14 +58,6 @@ PARTS: dict[str, dict[str, Any]] = {
 
 every_part = pytest.mark.parametrize("part", PARTS)
 attentions = pytest.mark.parametrize("attend", [plain_attention, sdpa_attention])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tiny(seed: int = 0, **changes: Any) -> GPT:

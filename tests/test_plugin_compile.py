@@ -30,15 +30,8 @@ from gptfast.profile import ModelConfig
 from gptfast.registry import discover
 from gptfast.runs import Run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -23,18 +22,11 @@ from gptfast.plugin import Machine, Profile
 from gptfast.profile import ModelConfig
 from gptfast.registry import discover
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = find_machine("cpu")
 END = 7
 """The separator of these tests."""
 SHAPES: list[dict[str, Any]] = [{}, {"n_kv_head": 2, "position": "rope", "qk_norm": True}]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def model_with(options: dict[str, Any] | None, machine: Machine = CPU, **shape: Any) -> GPT:

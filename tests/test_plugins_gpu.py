@@ -37,16 +37,9 @@ from gptfast.profile import ModelConfig
 from gptfast.registry import discover
 from gptfast.runs import Run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = find_machine("cpu")
 GPU = Machine(torch.device("cuda", 0), "a GPU")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -35,17 +35,9 @@ from gptfast.plugin import Batch, Evaluated, Parts, Plugin, Profile, Source, Ste
 from gptfast.profile import TrainConfig
 from gptfast.runs import Run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +79,6 @@ def require_steps(source: Source, windows: StoreWindows, steps: range) -> None:
 @pytest.fixture(scope="module")
 def bare(rig: Rig) -> Outcome:
     """A run without plugins, with dropout."""
-    torch.set_num_threads(1)
     return rig.train(rig.profile({}, model__dropout=0.1))
 
 

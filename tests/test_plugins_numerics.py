@@ -6,7 +6,7 @@ import copy
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -41,19 +41,11 @@ from gptfast.profile import ModelConfig, Profile
 from gptfast.registry import Enabled
 from gptfast.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 20
 CPU = find_machine("cpu")
 GPU = Machine(torch.device("cuda", 0), "a GPU")
 HERE = Path(__file__).parent
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A tiny model gains nothing from threads, and sums of one thread are the same every time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -27,16 +27,8 @@ from gptfast.plugin import Machine, Plugin, Stepped, Stepper, Want
 from gptfast.profile import ModelConfig, Profile
 from gptfast.runs import Run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
