@@ -24,6 +24,7 @@ from gptfast.errors import GptfastError, Refused
 from gptfast.gradients import with_gradients
 from gptfast.optim import decay_groups, doubling
 from gptfast.profile import Profile
+from gptfast.quiet import unlogged_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +58,7 @@ __all__ = [
     "Windows",
     "decay_groups",
     "doubling",
+    "unlogged_warnings",
     "with_gradients",
 ]
 
@@ -144,6 +146,12 @@ class Support:
     @classmethod
     def no(cls, reason: str) -> Support:
         return cls(False, reason)
+
+    @classmethod
+    def failed(cls, trial: str, error: Exception, *, instead: str | None = None) -> Support:
+        """No: `trial` failed, with the first line of why and what can be done instead."""
+        reason = f"{trial} failed: {str(error).strip().partition(chr(10))[0]}"
+        return cls.no(reason if instead is None else f"{reason}: {instead}")
 
 
 @dataclass(frozen=True)

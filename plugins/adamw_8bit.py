@@ -15,10 +15,8 @@ https://docs.pytorch.org/ao/stable/
 
 from __future__ import annotations
 
-import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -33,6 +31,7 @@ from gptfast.plugin import (
     Stage,
     Support,
     decay_groups,
+    unlogged_warnings,
 )
 
 if TYPE_CHECKING:
@@ -41,17 +40,6 @@ if TYPE_CHECKING:
 
 CODES = "adamw_8bit"
 """The key of its state, so that no other optimizer takes it for its own."""
-
-
-@contextmanager
-def unheard() -> Iterator[None]:
-    """Warnings logged inside go nowhere: on import torchao logs which GPU kernels it lacks."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 class EightBit:
@@ -73,7 +61,8 @@ class EightBit:
         block_size: int,
         compiled: bool,
     ) -> None:
-        with unheard():
+        # On import torchao logs which GPU kernels it lacks.
+        with unlogged_warnings():
             from torchao.optim import AdamW8bit
 
             self.inner = AdamW8bit(groups, lr=lr, betas=betas, block_size=block_size)
@@ -173,9 +162,8 @@ class AdamW8Bit(Plugin):
                 warnings.simplefilter("ignore", UserWarning)
                 self._optimizer([{"params": [parameter]}], lr=1e-3, betas=(0.9, 0.99)).step()
         except (RuntimeError, OSError, ImportError) as error:
-            reason = f"a trial update failed: {str(error).strip().partition(chr(10))[0]}"
-            way_out = ": try plugins.adamw-8bit.compiled = false" if self.options.compiled else ""
-            return Support.no(reason + way_out)
+            instead = "try plugins.adamw-8bit.compiled = false" if self.options.compiled else None
+            return Support.failed("a trial update", error, instead=instead)
         return Support.yes("compiled" if self.options.compiled else "plain operations")
 
     def build_optimizer(self, model: nn.Module, profile: Profile) -> Optimizer:

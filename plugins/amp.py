@@ -101,7 +101,7 @@ class Amp(Plugin):
         try:
             _launch(machine, dtype)
         except RuntimeError as error:
-            return Support.no(f"a trial product in {_name(dtype)} failed: {_first_line(error)}")
+            return Support.failed(f"a trial product in {_name(dtype)}", error)
         if dtype is torch.float16:
             return Support.yes("fp16 with loss scaling")
         return Support.yes("bf16" if dtype is native_dtype(machine) else "bf16, emulated")
@@ -150,7 +150,3 @@ def _launch(machine: Machine, dtype: torch.dtype) -> None:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -151,8 +151,7 @@ class Flash(Plugin):
                 warnings.simplefilter("ignore")  # torch warns of each kernel that it passes over
                 _launch(machine, backend, dtype)
         except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
-            return Support.no(f'a trial of backend = "{backend}" failed: {reason}: use "auto"')
+            return Support.failed(f'a trial of backend = "{backend}"', error, instead='use "auto"')
         return self._find_implementation(machine, "in half precision" if half_only else "")
 
     def _find_implementation(self, machine: Machine, how: str) -> Support:

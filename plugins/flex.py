@@ -195,10 +195,8 @@ class Flex(Plugin):
         try:
             _launch(machine)
         except (RuntimeError, OSError, ImportError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            return Support.no(
-                f'a trial of FlexAttention failed: {reason}: set plugins.flex.kernel = "whole"'
-            )
+            instead = 'set plugins.flex.kernel = "whole"'
+            return Support.failed("a trial of FlexAttention", error, instead=instead)
         return Support.yes("FlexAttention")
 
     def configure(self, profile: Profile) -> Profile:

@@ -16,13 +16,20 @@ https://docs.pytorch.org/ao/stable/
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
-from gptfast.plugin import Claim, Context, Machine, Options, Plugin, Stage, Support, Tries
+from gptfast.plugin import (
+    Claim,
+    Context,
+    Machine,
+    Options,
+    Plugin,
+    Stage,
+    Support,
+    Tries,
+    unlogged_warnings,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,17 +39,6 @@ FIRST_WITH_FLOAT8 = (9, 0)
 """Compute capability: Hopper."""
 MULTIPLE = 16
 """What float8 units ask of both sides of a matrix."""
-
-
-@contextmanager
-def unheard() -> Iterator[None]:
-    """Warnings logged inside go nowhere: on import torchao logs which GPU kernels it lacks."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def fits(module: nn.Module, name: str) -> bool:
@@ -64,7 +60,8 @@ def to_float8(model: nn.Module, *, recipe: Recipe, emulate: bool = False) -> nn.
     """
     from dataclasses import replace
 
-    with unheard():
+    # On import torchao logs which GPU kernels it lacks.
+    with unlogged_warnings():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
@@ -108,8 +105,7 @@ class Fp8(Plugin):
         try:
             _launch(machine, self.options.recipe)
         except (RuntimeError, ImportError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            return Support.no(f"a trial product in float8 failed: {reason}")
+            return Support.failed("a trial product in float8", error)
         return Support.yes(self.options.recipe)
 
     def setup(self, context: Context) -> None:

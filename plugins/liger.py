@@ -44,9 +44,9 @@ def fuse_norms(model: nn.Module) -> int:
     fused = 0
     for module in model.modules():
         if isinstance(module, nn.RMSNorm):
-            module.forward = MethodType(rms_norm, module)  # type: ignore[method-assign]
+            module.forward = MethodType(rms_norm, module)  # type: ignore[method-assign]  # in place
         elif isinstance(module, nn.LayerNorm) and module.bias is not None:
-            module.forward = MethodType(layer_norm, module)  # type: ignore[method-assign]
+            module.forward = MethodType(layer_norm, module)  # type: ignore[method-assign]  # in place
         else:
             continue
         fused += 1
@@ -103,8 +103,7 @@ class Liger(Plugin):
         try:
             _launch(machine)
         except (RuntimeError, ImportError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            return Support.no(f"a trial of Liger's kernels failed: {reason}")
+            return Support.failed("a trial of Liger's kernels", error)
         return Support.yes()
 
     def wrap_model(self, model: nn.Module) -> nn.Module:

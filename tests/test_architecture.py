@@ -86,7 +86,7 @@ def test_the_package_imports_no_plugin_and_knows_none_by_name(path: Path) -> Non
 
 FLOORS = [
     {"errors", "__version__"},
-    {"gradients", "place", "profile"},
+    {"gradients", "place", "profile", "quiet"},
     {"config", "model", "optim"},
     {"plugin"},
     {"data", "report"},

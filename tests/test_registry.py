@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,15 @@ from gptfast.cli import main
 from gptfast.contract.skeleton import skeleton, write_skeleton
 from gptfast.errors import Refused
 from gptfast.machine import find_machine
-from gptfast.plugin import Machine, Options, Plugin, Profile, Stage, Support
+from gptfast.plugin import (
+    Machine,
+    Options,
+    Plugin,
+    Profile,
+    Stage,
+    Support,
+    unlogged_warnings,
+)
 from gptfast.registry import Found, Skipped, order, plan, reasons, select
 
 
@@ -199,6 +209,23 @@ def test_the_unsupported_that_may_not_be_skipped_are_refused(
     planned = plan(profile("only-elsewhere"), found=KNOWN)
     with pytest.raises(Refused, match=r"only-elsewhere is not supported on .* not on a cpu"):
         select(planned, find_machine("cpu"), unsupported=unsupported, asked=asked)
+
+
+def test_a_failed_trial_is_a_no_in_one_line() -> None:
+    error = RuntimeError("\nno kernel\nfor this card\n")
+    assert Support.failed("a trial", error) == Support.no("a trial failed: no kernel")
+    no = Support.failed("a trial", error, instead="use another")
+    assert no == Support.no("a trial failed: no kernel: use another")
+
+
+def test_warnings_are_unlogged_inside_alone(caplog: pytest.LogCaptureFixture) -> None:
+    package = logging.getLogger("package")
+    with suppress(ZeroDivisionError), unlogged_warnings():
+        package.warning("no kernels")
+        package.error("broken")
+        raise ZeroDivisionError
+    package.warning("old")
+    assert caplog.messages == ["broken", "old"]
 
 
 # installed packages ----------------------------------------------------------------------------
