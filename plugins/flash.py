@@ -210,14 +210,10 @@ def runnable(machine: Machine) -> tuple[Implementation, ...]:
 
 def reason_against(implementation: Implementation, machine: Machine) -> str | None:
     """Why an implementation is not used here; None: it can be."""
-    from torch.nn import attention
-
     if implementation not in runnable(machine):
         return f"{machine.name} cannot run it"
     if not is_installed(implementation):
         return f"{PACKAGES[implementation].replace('/', '.')} is not installed"
-    if not hasattr(attention, "restore_flash_attention_impl"):
-        return "this torch cannot put its own kernel back: update it"
     return fault(implementation, str(machine.device))
 
 

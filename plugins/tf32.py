@@ -7,7 +7,7 @@ little beside `amp`, which leaves few float32 products.
 Costs: nothing but the rounding.
 Claim: rounding, within 1 % of the baseline's loss.
 
-torch has two interfaces to one switch. They must not be mixed: Inductor of torch 2.11 to 2.13
+torch has two interfaces to one switch. They must not be mixed: Inductor of torch 2.11 to 2.14
 reads the older one while it compiles, which raises once the newer one has been written. So the
 older one, which keeps both in step, is the one that is written here.
 Source: https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html
