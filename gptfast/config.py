@@ -235,6 +235,7 @@ def _option_layers(
 
 
 def _toml_value(text: str) -> Any:
+    """What a shell leaves of a value: a word that is no TOML is a string without its quotes."""
     try:
         tree = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

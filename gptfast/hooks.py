@@ -221,7 +221,7 @@ def blame(enabled: Enabled, hook: str) -> Iterator[None]:
         yield
     except GptfastError:
         raise
-    except Exception as error:
+    except Exception as error:  # foreign code may raise anything
         raise _blamed(enabled, hook, error) from error
 
 

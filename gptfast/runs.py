@@ -1,4 +1,8 @@
-"""A run's folder: `profile.toml`, `metrics.jsonl`, `checkpoints/`, pointers `latest` and `best`."""
+"""A run's folder: `profile.toml`, `metrics.jsonl`, `checkpoints/`, pointers `latest` and `best`.
+
+A little over 400 lines: what the folder holds, who may write there and how it is found by name are
+one set of rules.
+"""
 
 from __future__ import annotations
 

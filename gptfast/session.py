@@ -1,6 +1,8 @@
 """From a loaded profile to a running trainer: machine, data, plugins, folder, signals.
 
 `train` is what the command calls; `bench` and the tests use its parts.
+
+A little over 400 lines: what a run must satisfy before it begins or goes on is read in one place.
 """
 
 from __future__ import annotations

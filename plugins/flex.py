@@ -226,12 +226,13 @@ class Flex(Plugin):
 
             flex = torch.compile(flex_attention, dynamic=False)
         attend = masked_attention(flex)
-        for block in model.h:  # type: ignore[union-attr]  # a ModuleList
+        gpt: Any = model  # nn.Module knows only tensors
+        for block in gpt.h:
             block.attn.attend = attend
-        model.mask_of = Masks(  # type: ignore[assignment]  # nn.Module knows only tensors
+        gpt.mask_of = Masks(
             separator=self.options.separator,
             window=self.options.window,
-            block_size=model.config.block_size if self._by_kernel else None,  # type: ignore[union-attr,arg-type]
+            block_size=gpt.config.block_size if self._by_kernel else None,
             device=next(model.parameters()).device,
         )
         return model

@@ -239,7 +239,7 @@ def test_what_a_worker_answers(
 
     assert serve("elsewhere") == [
         {
-            "failed": Elsewhere("").supports(None).reason,  # type: ignore[arg-type]  # it asks none
+            "failed": Elsewhere("").supports(None).reason,  # it asks none
             "exit_code": 2,
             "out_of_memory": False,
         }

@@ -60,7 +60,7 @@ def test_a_narrow_terminal_gets_fewer_columns() -> None:
         columns, rows = table(result, width=width)
         assert columns[:2] == ["rung", "ms/step"]
         stream = io.StringIO()
-        stream.isatty = lambda: True  # type: ignore[method-assign]  # a terminal to the console
+        stream.isatty = lambda: True  # a terminal to the console
         Console(stream, stream, Look(no_color=True, width=width)).table("", columns, rows)
         shown = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()).splitlines()
         assert max(map(len, shown)) <= width

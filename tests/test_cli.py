@@ -55,7 +55,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[click.Command], None]
 
     def register(command: click.Command) -> None:
         module = SimpleNamespace(command=command)
-        monkeypatch.setitem(sys.modules, "gptfast.cli.fake", module)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "gptfast.cli.fake", module)
         monkeypatch.setitem(COMMANDS, "fake", "Only here.")
 
     return register
@@ -438,7 +438,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         values["listener"].note("a word")
         return Finished(3, 0.5, 2.25, None, float("inf"), None, "runs/a")
 
-    monkeypatch.setitem(sys.modules, "gptfast.session", SimpleNamespace(train=train))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "gptfast.session", SimpleNamespace(train=train))
     return given
 
 

@@ -215,7 +215,7 @@ class Terminal(io.StringIO):
 
 
 def console(out: io.StringIO, **look: bool | int) -> Console:
-    return Console(out, io.StringIO(), Look(**look))  # type: ignore[arg-type]
+    return Console(out, io.StringIO(), Look(**look))
 
 
 def test_a_path_is_shown_from_where_one_stands(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ class LeavesEvalMode(Plugin):
     @contextmanager
     def eval_scope(self) -> Iterator[None]:
         yield
-        self.model.h[0].eval()  # type: ignore[union-attr,operator]
+        self.model.h[0].eval()
 
     def ready(self, parts: Parts) -> None:
         self.model = parts.model

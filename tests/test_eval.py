@@ -454,7 +454,7 @@ def test_a_half_character_is_never_shown(folder: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(sys, "stdout", stdout)
         assert main(["generate", "plain", "--device=cpu", *extra]) == 0
         stdout.flush()
-        shown.append(stdout.buffer.getvalue())  # type: ignore[attr-defined]  # it is a BytesIO
+        shown.append(stdout.buffer.getvalue())
     assert shown == ["a👩b\n".encode()] * 2
 
 

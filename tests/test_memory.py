@@ -134,7 +134,7 @@ def test_a_step_out_of_memory_is_repeated_with_half_the_micro_batch(
     small = enabled("small-device", SmallDevice, room=3, at=at, since=3)
     trainer, recorder = rig.trainer(whole, extra=[small])
     notes: list[str] = []
-    recorder.note = notes.append  # type: ignore[method-assign]
+    recorder.note = notes.append
     with trainer:
         trainer.run()
         assert trainer.profile.train.micro_batch == 3

@@ -323,7 +323,7 @@ def test_weights_of_another_model_are_refused(run: Run, capsys: Captured) -> Non
 # failing in the middle of a training -----------------------------------------------------------
 
 
-class FailsAt(Plugin.Options):  # type: ignore[name-defined,misc]  # a class of a class
+class FailsAt(Plugin.Options):
     hook: str
     step: int = 5
 
@@ -476,7 +476,7 @@ def test_an_error_after_a_save_neither_repeats_it_nor_deletes_older_ones(
 # signals ---------------------------------------------------------------------------------------
 
 
-class SignalsAt(Plugin.Options):  # type: ignore[name-defined,misc]  # a class of a class
+class SignalsAt(Plugin.Options):
     at: str
     """ "evaluation", "sample" or "save"."""
     times: int = 1
@@ -748,7 +748,7 @@ def test_a_second_signal_waits_for_a_save_and_a_third_does_not() -> None:
 # what takes too long ---------------------------------------------------------------------------
 
 
-class HangsIn(Plugin.Options):  # type: ignore[name-defined,misc]  # a class of a class
+class HangsIn(Plugin.Options):
     place: str
     number: int
     seconds: float = 30.0

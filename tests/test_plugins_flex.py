@@ -172,7 +172,7 @@ def test_dropout_takes_the_whole_mask_and_says_so() -> None:
         hooks.setup(profile, CPU)
     assert len(said) == 1
     assert "knows no dropout" in said[0]
-    assert plugin.plugin._by_kernel is False  # type: ignore[attr-defined]
+    assert plugin.plugin._by_kernel is False
 
 
 @pytest.mark.gpu

@@ -228,7 +228,7 @@ def test_float8_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, rig: Rig) ->
         rig.plan(rig.profile({"fp8": {}}))
     trainer, recorder = rig.trainer(rig.profile(EMULATED))
     said: list[str] = []
-    recorder.note = said.append  # type: ignore[method-assign]
+    recorder.note = said.append
     trainer.hooks._note = said.append
     with trainer:
         assert [line for line in said if "fp8 without compile" in line] != []
@@ -397,7 +397,7 @@ def test_auto_takes_what_the_card_runs_and_the_trial_lets_pass(
 def test_an_implementation_is_on_during_the_run_alone(registered: list[str]) -> None:
     profile = Profile(model=ModelConfig(vocab_size=61))
     one = enabled("flash", Flash)
-    one.plugin._implementation = "FA3"  # type: ignore[attr-defined]
+    one.plugin._implementation = "FA3"
     activate_flash_attention_impl("FA4")
     try:
         with Hooks([one], note=print) as hooks:

@@ -290,7 +290,7 @@ def test_a_signal_while_a_step_is_logged_saves_that_step(rig: Rig, tmp_path: Pat
     """Then it is already decided that this step needs no checkpoint."""
     run = Run.create(tmp_path / "run", profile_toml="")
     trainer, recorder = rig.trainer(rig.profile({}, train__eval_interval=0), run=run)
-    recorder.logged = lambda record: trainer.interrupt("SIGINT")  # type: ignore[method-assign]
+    recorder.logged = lambda record: trainer.interrupt("SIGINT")
     with trainer:
         trainer.run()
     assert run.steps() == [trainer.progress.step] == [1]
@@ -639,7 +639,7 @@ def walk(
     plugin: EvalCadence, clock: Clock, steps: range, *, of: int, step_s: float, eval_s: float
 ) -> list[int]:
     """Steps that were evaluated in a run in which everything takes its time."""
-    plugin.ready(None)  # type: ignore[arg-type]  # it does not look at the parts
+    plugin.ready(None)  # it does not look at the parts
     nothing = torch.zeros(())
     evaluated = []
     for step in steps:

@@ -262,7 +262,7 @@ def test_muon_works_with_a_gradient_scaler(fused: bool, rig: Rig) -> None:
         before = copied(model)
         joined.zero_grad()
         tokens = torch.arange(16)[None]
-        scaler.scale(model(tokens, tokens)).backward()  # type: ignore[no-untyped-call]
+        scaler.scale(model(tokens, tokens)).backward()
         if bad:
             gradient = model.wpe.weight.grad
             assert gradient is not None
@@ -307,7 +307,7 @@ class EverySecond:
         self.calls = 0
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def unscale(self, optimizer: Optimizer) -> None: ...
 

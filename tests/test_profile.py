@@ -311,7 +311,7 @@ def test_replacing_validates_again_and_leaves_the_old_one() -> None:
 
 def test_a_profile_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        Profile().train.steps = 3  # type: ignore[misc]  # that is the point
+        Profile().train.steps = 3  # that is the point
 
 
 def test_every_key_of_a_profile_is_explained() -> None:

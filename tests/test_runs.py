@@ -249,7 +249,7 @@ def test_a_picture_shows_the_numbers_and_stays_small() -> None:
 @pytest.fixture
 def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]  # as if missing
+        monkeypatch.setitem(sys.modules, name, None)  # as if missing
 
 
 def test_without_the_extra_only_pictures_are_refused(

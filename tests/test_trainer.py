@@ -235,7 +235,7 @@ class TurnsSwitches(Plugin):
 class Fails(Plugin):
     stage = Stage.REPORT
 
-    class Options(Plugin.Options):  # type: ignore[name-defined,misc]  # a class of a class
+    class Options(Plugin.Options):
         at: str
         error: str = "RuntimeError"
 
@@ -408,7 +408,7 @@ def test_a_degenerate_schedule_still_moves_the_weights(
 class OutOfMemoryOnce(Plugin):
     """Fails in the second micro-batch of step 3 and knows a way out."""
 
-    class Options(Plugin.Options):  # type: ignore[name-defined,misc]  # a class of a class
+    class Options(Plugin.Options):
         micro_batch: int
 
     def __init__(self, options: Any) -> None:
@@ -564,7 +564,7 @@ def test_it_learns_a_cycle(inputs: Path, tmp_path: Path) -> None:
 class NotFinite(Plugin):
     """In step 5 the loss is not a number, or only the gradient is infinite."""
 
-    class Options(Plugin.Options):  # type: ignore[name-defined,misc]  # a class of a class
+    class Options(Plugin.Options):
         what: str
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
@@ -600,7 +600,7 @@ WEIGHTS: list[dict[str, Tensor]] = []
 class SignalsItself(Plugin):
     """Sends its own process a signal in the middle of step 8."""
 
-    class Options(Plugin.Options):  # type: ignore[name-defined,misc]  # a class of a class
+    class Options(Plugin.Options):
         signal: int
 
     def __init__(self, options: Any) -> None:

@@ -362,7 +362,7 @@ def _folder(app: App, loaded: Loaded, out: Path | None) -> Iterator[Path]:
     try:
         yield folder
         shutil.rmtree(folder / UNFINISHED)
-    except BaseException:
+    except BaseException:  # a signal too leaves nothing half made
         shutil.rmtree(folder / UNFINISHED)
         with suppress(OSError):  # somebody else's result is in one of them by now
             for path in made:

@@ -147,7 +147,7 @@ def require_parquet(label: str) -> None:
         Refused: the package that reads parquet is not installed.
     """
     try:
-        import pyarrow.parquet  # noqa: F401
+        import pyarrow.parquet  # noqa: F401  # only whether it can be
     except ImportError:
         raise Refused(
             f"{label}: is parquet data, which the package pyarrow reads, and it is not "
