@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def inputs() -> Path:
     """The folder of hard inputs."""
     return Path(__file__).parent / "inputs"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_look_at_the_peak() -> Iterator[None]:
+    """Each training looks for a quarter of a second how fast this machine multiplies; of those in
+    this process the first does, and its answer serves the others."""
+    from gptfast import session
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "measure_matmul_peak", cache(session.measure_matmul_peak))
+        yield
 
 
 @pytest.fixture(scope="module")

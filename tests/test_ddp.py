@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from gptfast.cli import main
 from gptfast.contract.tiny import write_tiny_store
 from gptfast.errors import Refused
 from gptfast.place import Place
@@ -43,10 +45,20 @@ ddp = true
 Tally = Callable[..., None]
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run `alone`, of one process."""
+    folder = tmp_path_factory.mktemp("begun")
+    write_tiny_store(folder / "tiny.h5", train_tokens=2001)
+    (folder / "gptfast.toml").write_text(PROFILE, encoding="utf-8")
+    run_alone(folder, "--run", "alone")
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_tiny_store(tmp_path / "tiny.h5", train_tokens=2001)
-    (tmp_path / "gptfast.toml").write_text(PROFILE, encoding="utf-8")
+def folder(begun: Path, tmp_path: Path) -> Path:
+    """A copy of `begun`."""
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
@@ -112,25 +124,23 @@ def assert_same_training(folder: Path, run: str, other: str) -> None:
         assert [record[key] for record in ours] == pytest.approx(values, rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [[], ["--set", "train.micro_batch=2"]])
-def test_two_processes_train_as_one(folder: Path, options: list[str]) -> None:
-    run_alone(folder, "--run", "one")
-    run_together(folder, "--run", "two", *options)
-    assert_same_training(folder, "two", "one")
+def test_two_processes_train_as_one(folder: Path) -> None:
+    """With micro-batches; without, see the next."""
+    run_together(folder, "--run", "two", "--set", "train.micro_batch=2")
+    assert_same_training(folder, "two", "alone")
     weights = [
         load_file(folder / "runs" / run / "checkpoints" / "step-000012" / "model.safetensors")
-        for run in ("one", "two")
+        for run in ("alone", "two")
     ]
     assert weights[0].keys() == weights[1].keys()
 
 
 def test_a_run_of_two_goes_on_alone_and_back_again(folder: Path, tally: Tally) -> None:
     """RES-04: nothing in a checkpoint tells how many processes made it."""
-    run_alone(folder, "--run", "straight")
     run_together(folder, "--run", "moved", "--stop-at", "4")
     run_alone(folder, "--run", "moved", "--resume", "--stop-at", "8")
     run_together(folder, "--run", "moved", "--resume", "--plugin", "ddp")
-    assert_same_training(folder, "moved", "straight")
+    assert_same_training(folder, "moved", "alone")
     tally("resumes compared", 2)
 
 
@@ -172,12 +182,23 @@ def test_a_signal_to_one_stops_both_after_the_same_step(
     ],
 )
 def test_what_cannot_be_joined_is_refused_in_one_line(
-    folder: Path, place: dict[str, Any], options: list[str], said: str
+    tmp_path: Path,
+    place: dict[str, Any],
+    options: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    _, err = finish(start(folder, *options, **place), code=2)
+    write_tiny_store(tmp_path / "tiny.h5", train_tokens=2001)
+    (tmp_path / "gptfast.toml").write_text(PROFILE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for name, value in place.items():
+        monkeypatch.setenv(name.upper(), str(value))
+    assert main(["train", *options]) == 2
+    err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
-    assert not (folder / "runs").exists()
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_place_is_what_torchrun_says() -> None:
