@@ -27,6 +27,11 @@ def with_gradients(
     return known
 
 
+def has_gradients(loss: Tensor) -> bool:
+    """Whether a loss is one of `with_gradients`."""
+    return getattr(loss.grad_fn, "_forward_cls", None) is _known()
+
+
 @cache
 def _known() -> Any:
     """The class is made here, and not above, because listing the plugins must not import torch."""

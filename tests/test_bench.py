@@ -3,6 +3,7 @@ what a worker does is what counts."""
 
 from __future__ import annotations
 
+import errno
 import gc
 import gzip
 import itertools
@@ -14,7 +15,6 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +111,10 @@ def test_a_ladder_in_real_processes(
     assert result["machine"]["peak_flops"] == max(result["peaks_flops"])
     assert baseline["losses"][0] == half["losses"][0] == pytest.approx(4.1, abs=0.1)
 
-    # A training here will know what has paid.
-    kept = [json.loads(path.read_text()) for path in (tmp_path / "cache" / "payback").iterdir()]
-    assert {one["asked"]["plugin"]: one["after_steps"] for one in kept} == {
-        rung["plugin"]: rung["pays_back_steps"] for rung in (half, paced)
-    }
-
     # A stranger's plugin has its part of every table, and its trace.
     parts = paced["breakdown"]
     phases = parts["phases"]
+    assert phases.pop("backward_in_forward") is False
     assert list(phases) == [
         f"{name}_ms" for name in ("data", "forward", "backward", "optimizer", "rest")
     ]
@@ -368,6 +363,41 @@ def test_without_matplotlib_the_figures_are_there(
     assert "a picture needs matplotlib" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("at_hand")
+@pytest.mark.parametrize("rounds", [5, 6])
+def test_a_training_will_know_what_has_paid_where_the_rounds_could_tell(
+    rounds: int, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["bench", "--config", str(config), "--steps", "1", "--device", "cpu", "--json"]
+    assert main([*asked, "--rounds", str(rounds), *on("fused-adamw", "prefetch")]) == 0
+    rungs = json.loads(capsys.readouterr().out)["rungs"]
+    kept = [json.loads(path.read_text()) for path in (tmp_path / "cache").glob("payback/*")]
+    assert {one["asked"]["plugin"]: one["after_steps"] for one in kept} == (
+        {rung["plugin"]: rung["pays_back_steps"] for rung in rungs[1:]} if rounds == 6 else {}
+    )
+
+
+@pytest.mark.usefixtures("at_hand")
+def test_a_full_disk_takes_no_more_than_the_files(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["bench", "--config", str(config), "--steps", "1", "--rounds", "2", "--device", "cpu"]
+    write_bytes = Path.write_bytes
+
+    def full(path: Path, content: bytes) -> int:
+        if path.suffix == ".svg":  # all before it had room
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_bytes(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert main([*asked, "--out", "kept/here"]) == 1
+    shown = capsys.readouterr()
+    assert "ms/step" in shown.out
+    assert "kept in" not in shown.out
+    assert "here: the result cannot be kept (No space left on device)" in shown.err.splitlines()[-1]
+    assert not Path("kept").exists()
+
+
 def built(profile: Profile, stack: ExitStack, **changes: Any) -> rung.Rung:
     made, _ = stack.enter_context(
         rung.built_rung(profile.replace(changes), device="cpu", plugin=None)
@@ -476,7 +506,8 @@ def test_the_parts_of_a_trainer_are_as_before_when_it_was_divided_up(
         plain = made.advance(4, lead_in=0)
         straight = built(profile, stack).advance(4 + 1 + 2 + 4, lead_in=0)
     assert plain.losses == straight.losses, "dividing up changes nothing that is learnt"
-    assert all(ms > 0 for ms in astuple(divided))
+    assert all(ms > 0 for ms in divided.parts_ms)
+    assert not divided.backward_in_forward
     assert len(largest) == phases.LARGEST
     assert [one.ms for one in largest] == sorted((one.ms for one in largest), reverse=True)
     calls = {one.name: one.calls for one in largest}

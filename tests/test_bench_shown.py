@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench_helpers import (
@@ -29,14 +31,18 @@ from plugin_helpers import enabled
 from gptfast.bench.compare import compare
 from gptfast.bench.conditions import Gpu
 from gptfast.bench.messages import Operator
+from gptfast.bench.overhead import measure_overhead
 from gptfast.bench.pictures import PHASES, bars, pictures, stacked_bars
 from gptfast.bench.published import published
-from gptfast.bench.record import Bench, read
+from gptfast.bench.record import Bench, Ratio, read
 from gptfast.bench.table import (
+    breakdown_remarks,
     breakdown_table,
+    comparison_remarks,
     comparison_table,
     left_out,
     operators_table,
+    overhead_lines,
     published_sources,
     published_table,
     remarks,
@@ -45,6 +51,7 @@ from gptfast.bench.table import (
 from gptfast.cli import main
 from gptfast.console import Console, Look
 from gptfast.console.ladder import _draw, in_terminal
+from gptfast.contract.tiny import tiny_profile
 from gptfast.errors import Refused
 
 # tables ----------------------------------------------------------------------------------
@@ -129,13 +136,12 @@ def test_published_ratios_stand_beside_the_measured_ones_as_theirs() -> None:
 
 
 def test_a_ladder_that_nobody_published_has_nothing_beside_it() -> None:
-    result = ladder_of("mine")
-    assert published_table(result) is None
-    assert list(published_sources(result)) == []
-    # With one of the five alone the other ladder, of which only the ends are known, says nothing.
-    flash = published_table(ladder_of("flash"))
-    assert flash is not None
-    assert flash[0] == ["x baseline", "here", "theirs: A100"]
+    # Theirs had three others on before flash attention, whose gain is in its ratio.
+    for result in (ladder_of("mine"), ladder_of("flash")):
+        assert published_table(result) is None
+        assert list(published_sources(result)) == []
+    first = published_table(ladder_of("tf32", "flash"))
+    assert first == (["x baseline", "here", "theirs: A100"], [["+ tf32", "2.00", "3.00"]])
 
 
 # bars and pictures -----------------------------------------------------------------------
@@ -154,6 +160,49 @@ def test_a_bar_is_as_long_as_a_step(tmp_path: Path, ascii_only: bool) -> None:
     assert lines[1].endswith("125.0 ms, 2.00x")
     assert max(map(len, lines)) <= 80
     assert all(line.isascii() for line in lines) is ascii_only
+
+
+def test_a_bar_says_what_is_uncertain_and_what_is_no_gain() -> None:
+    result = climb(
+        FakeMachine(step_s=lambda on, tick: 0.25 / (2 if "half" in on else 1)), SAME, HALF
+    )
+    assert [bar.said for bar in bars(result)] == [
+        *("250.0 ms", "250.0 ms, ~1.00x", "125.0 ms, 2.00x, claim broken")
+    ]
+
+
+def test_a_backward_pass_within_the_forward_pass_is_said(tmp_path: Path) -> None:
+    result = divided(tmp_path)
+    assert list(breakdown_remarks(result)) == []
+    assert "forward" not in next(bar.said for bar in stacked_bars(result))
+    first, *others = result.rungs
+    assert first.breakdown is not None
+    joint = replace(first.breakdown.phases, backward_in_forward=True)
+    first = replace(first, breakdown=replace(first.breakdown, phases=joint))
+    result = replace(result, rungs=[first, *others])
+    (line,) = breakdown_remarks(result)
+    assert line.startswith("baseline: ")
+    assert next(bar.said for bar in stacked_bars(result)) == "268.0 ms, backward in forward"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [(0.9, 1.02, "kept"), (0.9, 1.03, "not certain"), (1.021, 1.03, "broken")],
+)
+def test_what_the_machinery_costs_is_kept_only_where_the_interval_says_so(
+    low: float, high: float, said: str
+) -> None:
+    machine = FakeMachine()
+    found = measure_overhead(
+        tiny_profile({}),
+        facts=FACTS,
+        protocol=PROTOCOL,
+        start=machine.start,
+        tell=lambda line: None,
+        look=lambda: CONDITIONS,
+    )
+    lines = list(overhead_lines(replace(found, slower=Ratio(1.0, low, high, significant=False))))
+    assert f"2% allowed: {said}" in lines[2]
 
 
 def test_pictures_hold_every_rung_and_every_part(tmp_path: Path) -> None:
@@ -212,6 +261,7 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("[]", "format None"),
         ('{"format": 1}', "format 1, and this gptfast reads 2"),
         ('{"format": 2}', "kind: Field required"),
+        ('{"format": NaN}', "no JSON .NaN is no number"),
     ],
 )
 def test_what_is_no_result_is_refused(
@@ -225,6 +275,32 @@ def test_what_is_no_result_is_refused(
     assert main(["bench", "compare", str(path), str(path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert str(path) in line
+
+
+DAMAGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda it: it["rungs"].clear(), "its baseline did not run"),
+    (lambda it: it["rungs"][0].update(ran=False), "its baseline did not run"),
+    (lambda it: it["rungs"][1].update(step_ms=None), "ran and has no times above 0"),
+    (lambda it: it["rungs"][1].update(round_step_ms=None), "ran and has no times above 0"),
+    (lambda it: it["rungs"][1].update(round_step_ms=[]), "ran and has no times above 0"),
+    (lambda it: it["rungs"][1].update(round_step_ms=[1.0, 0.0]), "ran and has no times above 0"),
+    (lambda it: it["baseline_again"].update(first_step_ms=0.0), "baseline_again has no times"),
+    (lambda it: it["profile"].pop("train"), "its profile has no train"),
+    (lambda it: it["profile"].pop("name"), "its profile has no name"),
+]
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGES)
+def test_a_damaged_result_is_refused(
+    damage: Callable[[dict[str, Any]], object], said: str, tmp_path: Path
+) -> None:
+    path = keep(tmp_path / "a", climb(FakeMachine(), DOUBLING)) / "bench.json"
+    document = json.loads(path.read_text())
+    read(path)
+    damage(document)
+    path.write_text(json.dumps(document))
+    with pytest.raises(Refused, match=said):
+        read(path)
 
 
 def twice_as_fast(plugins: list[str], tick: int) -> float:
@@ -262,7 +338,26 @@ def test_rungs_of_one_side_are_rows_without_a_ratio() -> None:
     assert [pair.b_over_a is not None for pair in found.pairs] == [True, False, False, False]
     assert ("plugins.half", "off", "{}") in found.differences
     _, rows = comparison_table(found)
+    assert rows[2] == ["+ same", "125.00", "cannot run", None, None]
     assert rows[3] == ["+ half", None, "250.00", None, None]
+    said = list(comparison_remarks(found))
+    assert said[-3:] == [
+        "+ same cannot run in B: no",
+        *("not measured in A: + half", "not measured in B: + doubling"),
+    ]
+    twice = compare(b, b)
+    assert "+ same cannot run in A and B: no" in comparison_remarks(twice)
+    assert not any("not measured in" in line for line in comparison_remarks(twice))
+
+
+def test_rungs_of_one_name_with_other_plugins_below_are_said() -> None:
+    """As on two machines of which one does not run them all."""
+    a = climb(FakeMachine(fails={"doubling": ("build", "no")}), DOUBLING, SAME)
+    b = climb(FakeMachine(), DOUBLING, SAME)
+    (line,) = compare(a, b).warnings
+    assert line.startswith("+ same have not the same plugins on in both (nothing only in A; ")
+    assert "doubling only in B" in line
+    assert compare(b, b).warnings == []
 
 
 def test_a_difference_within_the_drift_of_the_baselines_is_none() -> None:

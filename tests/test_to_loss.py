@@ -144,6 +144,7 @@ def test_who_never_gets_there_is_said_so() -> None:
     assert cells[1][1] == "3 of 3"
     said = list(remarks(result))
     assert f"{PLAIN}: never reached within 45 steps from seed 7, 8, 9" in said
+    assert f"+ faster: no ratio, since {PLAIN} never reached it from the same seed" in said
 
 
 def test_a_contender_that_fails_is_a_row_and_the_first_is_an_error() -> None:
@@ -241,7 +242,12 @@ def test_what_cannot_be_compared_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["--to-loss", "2", "--control"], ["--seeds", "2"], ["--against", "char"]]
+    "options",
+    [
+        ["--to-loss", "2", "--control"],
+        *(["--to-loss", number, "--plugin", "ema"] for number in ("nan", "inf", "0")),
+        *(["--seeds", "2"], ["--against", "char"]),
+    ],
 )
 def test_options_that_do_not_go_together_are_refused(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,6 +23,9 @@ class Pair:
     a_ms: float | None
     """None: it is not there, or it cannot run."""
     b_ms: float | None
+    a_reason: str | None
+    """Why it cannot run there. None: it ran, or A has no such rung."""
+    b_reason: str | None
     b_over_a: Ratio | None
     """How many times as fast B is."""
     gain_over_gain: Ratio | None
@@ -49,7 +52,7 @@ def compare(a: Bench, b: Bench) -> Comparison:
     """B against A: above 1, B is faster."""
     drift = max(_drift(a), _drift(b))
     differences = list(_differences(a, b))
-    ours, theirs = ({rung.name: rung for rung in bench.rungs if rung.ran} for bench in (a, b))
+    ours, theirs = ({rung.name: rung for rung in bench.rungs} for bench in (a, b))
     names = dict.fromkeys([*(rung.name for rung in a.rungs), *(rung.name for rung in b.rungs)])
     baselines = (a.rungs[0], b.rungs[0])
     return Comparison(
@@ -78,7 +81,7 @@ def _pair(
     drift: float,
 ) -> Pair:
     b_over_a = gain = None
-    if a is not None and b is not None:
+    if a is not None and a.ran and b is not None and b.ran:
         one, other = _times(a, protocol, seed=0), _times(b, protocol, seed=1)
         b_over_a = widened(_over(one, other, protocol), drift)
         if name != baselines[0].name:
@@ -88,6 +91,8 @@ def _pair(
         name,
         a_ms=a.step_ms if a else None,
         b_ms=b.step_ms if b else None,
+        a_reason=a.reason if a else None,
+        b_reason=b.reason if b else None,
         b_over_a=b_over_a,
         gain_over_gain=gain,
     )
@@ -171,6 +176,32 @@ def _warnings(a: Bench, b: Bench, differences: list[tuple[str, str, str]]) -> It
             f"a step is not the same work in both ({', '.join(work)} differ): compare what the "
             "rungs bring over their baselines, not the times"
         )
+    yield from _other_company(a, b)
     for letter, bench in (("A", a), ("B", b)):
         for warning in bench.warnings:
             yield f"{letter}: {warning}"
+
+
+def _other_company(a: Bench, b: Bench) -> Iterator[str]:
+    """That rungs of one name have not the same plugins on."""
+    ours, theirs = ({rung.name: rung.plugins for rung in x.rungs if rung.ran} for x in (a, b))
+    other = [
+        name for name in ours if name in theirs and set(ours[name] or ()) != set(theirs[name] or ())
+    ]
+    if other:
+        only = [
+            f"{', '.join(sorted(more)) or 'nothing'} only in {side}"
+            for side, more in (
+                ("A", _on_in(a, other) - _on_in(b, other)),
+                ("B", _on_in(b, other) - _on_in(a, other)),
+            )
+        ]
+        yield (
+            f"{', '.join(other)} have not the same plugins on in both ({'; '.join(only)}): their "
+            "ratios are of all that differs"
+        )
+
+
+def _on_in(bench: Bench, names: list[str]) -> set[str]:
+    """Plugins that are on in one of these rungs."""
+    return {plugin for rung in bench.rungs if rung.name in names for plugin in rung.plugins or ()}

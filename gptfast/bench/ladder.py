@@ -101,6 +101,7 @@ def overhead(
             protocol=there.protocol,
             start=there.start,
             tell=tell,
+            look=there.look,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
@@ -116,10 +116,20 @@ class Phases:
     """From the end of the last backward pass to the update: unscaling, clipping, stepping."""
     rest_ms: float
     """Hooks, copies to the device, book-keeping."""
+    backward_in_forward: bool = False
+    """Whether loss and gradients were found in one go, which is in `forward_ms`."""
+
+    @property
+    def parts_ms(self) -> tuple[float, float, float, float, float]:
+        """All five, in their order."""
+        return (
+            *(self.data_ms, self.forward_ms, self.backward_ms),
+            *(self.optimizer_ms, self.rest_ms),
+        )
 
     @property
     def step_ms(self) -> float:
-        return float(sum(astuple(self)))
+        return sum(self.parts_ms)
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from gptfast.bench.attempt import Attempt, Start
+from gptfast.bench.conditions import Conditions
 from gptfast.bench.messages import MachineFacts
 from gptfast.bench.record import Drift, Protocol, Ratio
+from gptfast.bench.rows import busy, crowded, few, foreign_cpus
 from gptfast.bench.sitting import Sitting, Tell
 from gptfast.bench.statistics import drift, ratio
 from gptfast.errors import GptfastError
@@ -36,6 +39,11 @@ class Overhead:
     """What the hooks of a step take where no plugin has any."""
     drift: Drift
     """Of the trainer's losses from those of the bare loop: 0 where they do the same."""
+    before: Conditions
+    after: Conditions
+    foreign_cpus: float | None
+    """Median number of cores that others kept busy in the bare loop's rounds."""
+    warnings: list[str]
 
     @property
     def share(self) -> float:
@@ -50,12 +58,14 @@ def measure_overhead(
     protocol: Protocol,
     start: Start,
     tell: Tell,
+    look: Callable[[], Conditions],
 ) -> Overhead:
     """Both loops on a profile without its plugins, by turns, each in a process of its own.
 
     Raises:
         GptfastError: one of them cannot run here.
     """
+    before = look()
     bare = Attempt("bare loop", [], protocol, bare=True)
     trainer = Attempt("trainer", [], protocol, other=bare)
     with ExitStack() as workers:
@@ -70,9 +80,11 @@ def measure_overhead(
         sitting.seat(bare)
         sitting.seat(trainer, beside=[bare])
         sitting.finish()
+        after = look()
         if not trainer.ran:
             raise GptfastError(f"the trainer cannot run here: {trainer.failure}")
         us = trainer.hooks_us()
+    foreign = foreign_cpus(bare)
     return Overhead(
         machine=facts,
         profile=profile.model_dump(mode="json"),
@@ -82,4 +94,12 @@ def measure_overhead(
         slower=ratio(trainer.round_step_ms, bare.round_step_ms, protocol),
         hooks_us=us,
         drift=drift(trainer.losses, bare.losses),
+        before=before,
+        after=after,
+        foreign_cpus=foreign,
+        warnings=[
+            *busy(before, facts.cpu_count),
+            *crowded(foreign, facts.cpu_count, protocol),
+            *few(protocol),
+        ],
     )

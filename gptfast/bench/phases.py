@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from gptfast.bench.messages import Operator, Phases
+from gptfast.gradients import has_gradients
 from gptfast.machine import synchronize
 from gptfast.plugin import Batch, Source, Stepper, Windows
 from gptfast.trainer import Trainer
@@ -32,7 +33,7 @@ DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
 def divide(trainer: Trainer, steps: int) -> Phases:
     """Do `steps` steps under the stopwatch."""
     watch = Stopwatch(trainer.machine.device)
-    with timed(trainer, watch), watch.phase("step"):
+    with timed(trainer, watch) as model, watch.phase("step"):
         for _ in range(steps):
             trainer.one_step()
     ms = {phase: total / steps for phase, total in watch.milliseconds().items()}
@@ -42,6 +43,7 @@ def divide(trainer: Trainer, steps: int) -> Phases:
         backward_ms=ms[BACKWARD],
         optimizer_ms=ms[OPTIMIZER],
         rest_ms=ms["step"] - ms[DATA] - ms[FORWARD] - ms[BACKWARD] - ms[OPTIMIZER],
+        backward_in_forward=model.found_gradients,
     )
 
 
@@ -130,14 +132,14 @@ def _between(start: Any, end: Any) -> float:
 
 
 @contextmanager
-def timed(trainer: Trainer, watch: Stopwatch) -> Iterator[None]:
+def timed(trainer: Trainer, watch: Stopwatch) -> Iterator[TimedModel]:
     """Have the parts of a trainer under the stopwatch; afterwards they are as before."""
     before = trainer.source, trainer.model, trainer.stepper
     trainer.source = TimedSource(trainer.source, watch)
-    trainer.model = TimedModel(trainer.model, watch)
+    trainer.model = model = TimedModel(trainer.model, watch)
     trainer.stepper = TimedStepper(trainer.stepper, watch)
     try:
-        yield
+        yield model
     finally:
         trainer.source, trainer.model, trainer.stepper = before
 
@@ -174,11 +176,15 @@ class TimedModel(nn.Module):
     def __init__(self, model: nn.Module, watch: Stopwatch) -> None:
         super().__init__()
         self.model = model
+        self.found_gradients = False
+        """Whether a loss came with its gradients."""
         self._watch = watch
 
     def forward(self, *args: Any) -> Any:
         with self._watch.phase(FORWARD):
-            return self.model(*args)
+            loss = self.model(*args)
+        self.found_gradients |= has_gradients(loss)
+        return loss
 
 
 class TimedStepper:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple
 
+from gptfast.bench.messages import Phases
 from gptfast.bench.record import Bench, Rung
 from gptfast.console.ladder import FORMATS, Bar, picture
 
@@ -19,17 +19,26 @@ def bars(bench: Bench) -> list[Bar]:
 def _said(rung: Rung) -> str:
     if not rung.ran:
         return "cannot run here"
-    over = f", {rung.over_baseline.times:.2f}x" if rung.over_baseline else ""
-    return f"{rung.step_ms:,.1f} ms{over}"
+    said = [f"{rung.step_ms:,.1f} ms"]
+    if (over := rung.over_baseline) is not None:
+        said.append(f"{'' if over.significant else '~'}{over.times:.2f}x")
+    if rung.verdict is not None and rung.verdict.verdict == "broken":
+        said.append("claim broken")
+    return ", ".join(said)
 
 
 def stacked_bars(bench: Bench) -> list[Bar]:
     """A bar of five parts for each rung that was divided up."""
     return [
-        Bar(rung.name, phases.step_ms, f"{phases.step_ms:,.1f} ms", astuple(phases))
+        Bar(rung.name, phases.step_ms, _said_of(phases), phases.parts_ms)
         for rung in bench.rungs
         if rung.breakdown is not None and (phases := rung.breakdown.phases)
     ]
+
+
+def _said_of(phases: Phases) -> str:
+    joint = ", backward in forward" if phases.backward_in_forward else ""
+    return f"{phases.step_ms:,.1f} ms{joint}"
 
 
 def pictures(bench: Bench) -> Iterator[tuple[str, bytes]]:

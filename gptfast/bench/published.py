@@ -37,18 +37,18 @@ class Ladder(BaseModel):
     rungs: list[Step]
 
     def times(self, on: Sequence[str]) -> float | None:
-        """How many times as fast as their baseline theirs was with the last of its rungs whose
-        plugins are all among `on`, the last of which is one of them; None: they say nothing of it.
+        """How many times as fast as their baseline theirs was with the rung whose plugins, and
+        those of all before it, are among `on`, the last of which is one of the rung's; None: they
+        say nothing of that.
 
         Example: a rung that adds three plugins at once is said of the last of the three.
         """
-        reached = None
+        theirs: set[str] = set()
         for rung in self.rungs:
-            if not set(rung.plugins) <= set(on):
-                continue
-            if on[-1] in rung.plugins:
-                reached = self.baseline_ms / rung.ms
-        return reached
+            theirs |= set(rung.plugins)
+            if theirs <= set(on) and on[-1] in rung.plugins:
+                return self.baseline_ms / rung.ms
+        return None
 
 
 class Published(BaseModel):

@@ -245,7 +245,7 @@ def read(path: Path) -> Bench:
     """
     path = path / "bench.json" if path.is_dir() else path
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes(), parse_constant=_no_number)
     except OSError as error:
         raise Refused(f"{path}: cannot be read ({error.strerror}): name a bench.json") from error
     except ValueError as error:
@@ -257,8 +257,32 @@ def read(path: Path) -> Bench:
             "gptfast that wrote it"
         )
     try:
-        return TypeAdapter(Bench).validate_python(document)
+        bench = TypeAdapter(Bench).validate_python(document)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise Refused(f"{path}: {where}: {first['msg']}: measure again") from error
+    if (fault := _fault(bench)) is not None:
+        raise Refused(f"{path}: {fault}: measure again")
+    return bench
+
+
+def _no_number(constant: str) -> float:
+    raise ValueError(f"{constant} is no number")
+
+
+def _fault(bench: Bench) -> str | None:
+    """What no bench writes, and a hand or a damaged disk may have. None: nothing."""
+    if not bench.rungs or not bench.rungs[0].ran:
+        return "its baseline did not run"
+    for rung in bench.rungs:
+        times = [rung.step_ms or 0.0, *(rung.round_step_ms or [0.0])]
+        if rung.ran and min(times) <= 0:
+            return f"{rung.name} ran and has no times above 0"
+    again = bench.baseline_again
+    if again is not None and min(again.first_step_ms, again.last_step_ms) <= 0:
+        return "baseline_again has no times above 0"
+    for key in ("model", "data", "train", "plugins"):
+        if not isinstance(bench.profile.get(key), dict):
+            return f"its profile has no {key}"
+    return None if "name" in bench.profile else "its profile has no name"

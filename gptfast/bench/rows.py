@@ -179,6 +179,15 @@ def crowded(taken: float | None, cores: int, protocol: Protocol) -> Iterator[str
         )
 
 
+def few(protocol: Protocol) -> Iterator[str]:
+    """That the rounds were too few."""
+    if protocol.rounds < FEWEST_ROUNDS:
+        yield (
+            f"{protocol.rounds} rounds are too few for an interval of {protocol.confidence:.0%}: "
+            f"use --rounds {FEWEST_ROUNDS} or more"
+        )
+
+
 def _unsteady(again: BaselineAgain | None, baseline: Attempt, protocol: Protocol) -> Iterator[str]:
     scatter = spread(list(baseline.round_step_ms.values()))
     if scatter > protocol.max_spread:
@@ -215,12 +224,7 @@ def _below_peak(result: Bench) -> Iterator[str]:
 
 
 def _uncertain(attempts: Sequence[Attempt], result: Bench) -> Iterator[str]:
-    protocol = result.protocol
-    if protocol.rounds < FEWEST_ROUNDS:
-        yield (
-            f"{protocol.rounds} rounds are too few for an interval of {protocol.confidence:.0%}: "
-            f"use --rounds {FEWEST_ROUNDS} or more"
-        )
+    yield from few(result.protocol)
     if result.control is not None and result.control.over_baseline.significant:
         twice = result.control.over_baseline
         yield (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from statistics import median
 from typing import Any, TypeAlias
 
@@ -165,7 +165,9 @@ def judge(plugin: Plugin, others: Iterable[Plugin], drift: Drift, *, slack: floa
 
 def median_phases(rounds: Sequence[Phases]) -> Phases:
     """The median of each phase; a step is their sum."""
-    return Phases(*map(median, zip(*map(astuple, rounds), strict=True)))
+    parts = map(median, zip(*(phases.parts_ms for phases in rounds), strict=True))
+    joint = any(phases.backward_in_forward for phases in rounds)
+    return replace(Phases(*parts), backward_in_forward=joint)
 
 
 def spread(times: Sequence[float]) -> float:

@@ -61,6 +61,8 @@ def remarks(found: ToLoss) -> Iterator[str]:
             )
         if row.times_faster is not None:
             yield f"{row.name}: {_verdict(row.times_faster, first)}"
+        elif row.steps is not None and row.name != first:
+            yield f"{row.name}: no ratio, since {first} never reached it from the same seed"
 
 
 def _verdict(times: Spread, first: str) -> str:

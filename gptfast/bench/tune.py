@@ -177,6 +177,13 @@ def _classes(profile: Profile, found: Mapping[str, Found]) -> Classes:
     return loaded
 
 
+def _given_up(trial: Trial, better: str) -> str:
+    return (
+        f"at first it was ({trial.why}); at the end all changes together were slower than the "
+        f"{better}"
+    )
+
+
 class _Search:
     """The best profile so far, its rung, and what has been tried."""
 
@@ -346,7 +353,7 @@ class _Search:
             return over
         better = min(slower, key=lambda what: over[what].times)
         self.trials = [
-            replace(t, taken=False, why=f"{t.why}; taken back: together slower than {better}")
+            replace(t, taken=False, why=_given_up(t, better))
             if t.taken and t.over_best is not None and t.what != better
             else t
             for t in self.trials

@@ -42,6 +42,13 @@ class Trial:
     """How many times as fast as the best so far; None: it was not measured."""
     step_ms: float | None = None
 
+    @property
+    def reason(self) -> str:
+        """Why it was taken, beside the line of the profile that says it."""
+        if self.over_best is None or not self.what.startswith("without "):
+            return self.why
+        return f"{self.why} without it"
+
     def line(self) -> str:
         measured = f" x {ratio_cell(self.over_best)}," if self.over_best else ""
         return f"{self.what}:{measured} {'taken' if self.taken else 'not taken'}, {self.why}"
@@ -112,7 +119,7 @@ def remarks(found: Tuned) -> Iterator[str]:
             f"{found.step_ms:,.2f} ms/step, x {ratio_cell(found.over_start)} as fast as profile "
             f"{name} as it is{drift}"
         )
-    elif any(trial.taken for trial in found.trials):
+    elif any(trial.taken and trial.over_best for trial in found.trials):
         yield f"{found.step_ms:,.2f} ms/step"
     else:
         yield f"{found.step_ms:,.2f} ms/step: nothing that was tried beats profile {name} as it is"
@@ -122,8 +129,9 @@ def remarks(found: Tuned) -> Iterator[str]:
         yield "~ no significant difference: the 95 % interval holds 1"
     if found.untried:
         yield (
-            f"left untried after {found.seconds / 60:.1f} of {found.minutes:g} minutes: "
-            f"{', '.join(found.untried)}"
+            f"left untried: {', '.join(found.untried)}; {found.seconds / 60:.1f} of "
+            f"{found.minutes:g} minutes were used, one more try might have taken what is kept for "
+            "the last sitting, the result beside the profile as it is: give more with --minutes"
         )
 
 
@@ -250,7 +258,7 @@ def _as_toml(
     ):
         profile = profile.replace({"train.micro_batch": train.micro_batch})
     begin, end = marks(name)
-    why = {trial.key: trial.why for trial in found.trials if trial.taken}
+    why = {trial.key: trial.reason for trial in found.trials if trial.taken}
     lines = [begin]
     for text in _comment(found):
         lines += textwrap.wrap(

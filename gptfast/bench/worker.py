@@ -92,7 +92,9 @@ def reason(error: BaseException) -> str:
     """One line that says what happened."""
     text = str(error) if isinstance(error, GptfastError) else f"{type(error).__name__}: {error}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"out of memory: {lines[0]}" if is_out_of_memory(error) else lines[0]
+    # Ours end with what to do; what torch says below its first line is for its developers.
+    said = " ".join(lines) if isinstance(error, GptfastError) else lines[0]
+    return f"out of memory: {said}" if is_out_of_memory(error) else said
 
 
 class Desk:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import click
 
 from gptfast.cli.app import App
-from gptfast.cli.options import device_option, json_option, profile_options
-from gptfast.errors import Refused
+from gptfast.cli.options import POSITIVE, device_option, json_option, profile_options
+from gptfast.errors import GptfastError, Refused
 
 if TYPE_CHECKING:
     from gptfast.bench.record import Bench, Protocol
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SEEDS = 3
 BENCH, TO_LOSS = "bench.json", "to-loss.json"
 """What a result is kept as."""
+TRACES = "traces"
 UNFINISHED = ".unfinished"
 """Inside the folder of a result until it is complete."""
 
@@ -58,7 +59,7 @@ UNFINISHED = ".unfinished"
 @click.option(
     "--to-loss",
     "goal",
-    type=click.FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     metavar="X",
     help="Instead: how soon each recipe reaches this validation loss.",
 )
@@ -159,13 +160,21 @@ def command(
             folder=folder,
             breakdown=breakdown,
         )
-        _draw(app, result, folder)
-    for warning in result.warnings:
-        app.console.warn(warning)
+        for warning in result.warnings:
+            app.console.warn(warning)
+        # Before it is kept: what was measured is not lost to a full disk.
+        if as_json:
+            app.console.json(result.to_dict())
+        else:
+            _show(app, result)
+        _keep(folder, [(BENCH, result.to_json().encode()), *_pictures(app, result)])
+    _keep_paybacks(app, loaded, result)
     if as_json:
-        app.console.json(result.to_dict())
-    else:
-        _show(app, result, folder)
+        return
+    if breakdown:
+        traces = app.console.path(str(folder / TRACES))
+        app.console.line(f"traces for https://ui.perfetto.dev in {traces}")
+    app.console.line(f"kept in {folder / BENCH}")
 
 
 def _measure(
@@ -178,14 +187,13 @@ def _measure(
     folder: Path,
     breakdown: bool,
 ) -> Bench:
-    """Measure, and keep the result and its traces."""
+    """Measure; traces are among what is not finished yet."""
     from gptfast.bench.ladder import bench
-    from gptfast.checkpoint import replace_text
 
-    traces = folder / UNFINISHED / "traces"
+    traces = folder / UNFINISHED / TRACES
     if breakdown:
         traces.mkdir()
-    result = bench(
+    return bench(
         loaded,
         kind=kind,
         device=device,
@@ -193,18 +201,39 @@ def _measure(
         traces=traces if breakdown else None,
         tell=app.console.note,
     )
-    if breakdown:
-        traces.rename(folder / "traces")
-    replace_text(folder / BENCH, result.to_json())
-    _keep_paybacks(app, loaded, result)
-    return result
+
+
+def _keep(folder: Path, files: Iterable[tuple[str, bytes]]) -> None:
+    """Write the files of a result beside the traces, then all of them to where they belong.
+
+    Raises:
+        GptfastError: they cannot be written.
+    """
+    from gptfast.checkpoint import sync
+
+    unfinished = folder / UNFINISHED
+    try:
+        for name, content in files:
+            (unfinished / name).write_bytes(content)
+            sync(unfinished / name)
+        # Where the figures are, all else is.
+        for path in sorted(unfinished.iterdir(), key=lambda path: path.suffix == ".json"):
+            path.replace(folder / path.name)
+    except OSError as error:
+        raise GptfastError(
+            f"{folder}: the result cannot be kept ({error.strerror}), so it is only what was "
+            "shown: make room, or choose another folder with --out"
+        ) from error
 
 
 def _keep_paybacks(app: App, loaded: Loaded, result: Bench) -> None:
     """For trainings here, which leave out what does not pay in a run of their length."""
+    from gptfast.bench.rows import FEWEST_ROUNDS
     from gptfast.payback import keep_payback
     from gptfast.plugin import Payback
 
+    if result.protocol.rounds < FEWEST_ROUNDS:
+        return  # what a short look could not tell is no reason for trainings to leave a plugin out
     profile, on = loaded.profile, result.machine.name
     try:
         for rung in result.rungs:
@@ -219,21 +248,20 @@ def _keep_paybacks(app: App, loaded: Loaded, result: Bench) -> None:
         )
 
 
-def _draw(app: App, result: Bench, folder: Path) -> None:
+def _pictures(app: App, result: Bench) -> list[tuple[str, bytes]]:
     from gptfast.bench.pictures import pictures
 
     try:
-        for name, content in pictures(result):
-            unfinished = folder / UNFINISHED / name
-            unfinished.write_bytes(content)
-            unfinished.replace(folder / name)
+        return list(pictures(result))
     except Refused as missing:  # the figures are what was asked for
         app.console.note(str(missing))
+        return []
 
 
-def _show(app: App, result: Bench, folder: Path) -> None:
+def _show(app: App, result: Bench) -> None:
     from gptfast.bench.pictures import bars
     from gptfast.bench.table import (
+        breakdown_remarks,
         breakdown_table,
         left_out,
         operators_table,
@@ -262,12 +290,10 @@ def _show(app: App, result: Bench, folder: Path) -> None:
     divided = [rung for rung in result.rungs if rung.breakdown is not None]
     if divided:
         console.table("Where the time of a step goes", *breakdown_table(result))
+        for remark in breakdown_remarks(result):
+            console.line(remark)
         for rung in divided:
             console.table("", *operators_table(rung))
-        console.line(
-            f"traces for https://ui.perfetto.dev in {console.path(str(folder / 'traces'))}"
-        )
-    console.line(f"kept in {folder / BENCH}")
 
 
 def _overhead(app: App, loaded: Loaded, protocol: Protocol, *, device: str, as_json: bool) -> None:
@@ -275,6 +301,8 @@ def _overhead(app: App, loaded: Loaded, protocol: Protocol, *, device: str, as_j
     from gptfast.bench.table import overhead_lines
 
     found = overhead(loaded, device=device, protocol=protocol, tell=app.console.note)
+    for warning in found.warnings:
+        app.console.warn(warning)
     if as_json:
         app.console.json(found)
         return
@@ -294,20 +322,21 @@ def _to_loss(
 ) -> None:
     from gptfast.bench import to_loss_table
     from gptfast.bench.to_loss import to_loss
-    from gptfast.checkpoint import replace_text
 
     console = app.console
     found = to_loss(loaded, goal=goal, against=against, device=device, tell=console.note)
-    replace_text(folder / TO_LOSS, json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n")
     for warning in found.warnings:
         console.warn(warning)
     if as_json:
         console.json(found.to_dict())
-        return
-    console.table(to_loss_table.title(found), *to_loss_table.table(found))
-    for remark in to_loss_table.remarks(found):
-        console.line(remark)
-    console.line(f"kept in {folder / TO_LOSS}")
+    else:
+        console.table(to_loss_table.title(found), *to_loss_table.table(found))
+        for remark in to_loss_table.remarks(found):
+            console.line(remark)
+    document = json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n"
+    _keep(folder, [(TO_LOSS, document.encode())])
+    if not as_json:
+        console.line(f"kept in {folder / TO_LOSS}")
 
 
 @command.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,21 @@ from typing import Any
 import click
 
 Function = Callable[..., Any]
+
+
+class _Positive(click.FloatRange):
+    """A finite number above 0; nan lies within every range."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
+
+
+POSITIVE = _Positive(min=0, min_open=True)
 
 _PROFILE_OPTIONS = (
     click.option("--profile", metavar="NAME", help="Profile; see gptfast config list."),

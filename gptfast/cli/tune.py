@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gptfast.cli.app import App
-from gptfast.cli.options import device_option, json_option, profile_options
+from gptfast.cli.options import POSITIVE, device_option, json_option, profile_options
 
 if TYPE_CHECKING:
     from gptfast.config import Loaded
@@ -22,7 +22,7 @@ TUNED = "tuned.toml"
 @profile_options
 @click.option(
     "--minutes",
-    type=click.FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     default=10.0,
     show_default=True,
     metavar="M",

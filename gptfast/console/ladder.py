@@ -98,7 +98,8 @@ def _draw(figure: Figure, bars: Sequence[Bar], *, title: str, phases: Sequence[s
     axes.set_xlim(0, longest * 1.3)
     for at, one in enumerate(bars):
         axes.text((one.step_ms or 0.0) + longest * 0.01, at, _plain(one.said), va="center")
-    axes.set_xlabel("ms per step")
+    times = "" if phases else "; x: times as fast as the baseline, ~ no significant difference"
+    axes.set_xlabel(f"ms per step{times}")
     axes.set_title(_plain(title), fontsize="medium", loc="left")
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
