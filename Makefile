@@ -10,9 +10,10 @@ demo: $(VENV)/demo  ## From nothing to a trained model and a sample.
 	$(BIN)/gptfast prepare shakespeare --force
 	$(BIN)/gptfast train --profile quick
 
-# A process a core with one thread each: on tiny models more threads only wait for each other.
+# A process a core with one thread each: on tiny models more threads only wait for each other. Each
+# begins with files of its own (worksteal), so that what the tests of a file share is made once.
 test: $(VENV)/dev  ## The whole suite.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 check: lint types test wheel-check  ## All that a commit must pass.
 

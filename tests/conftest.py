@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -49,6 +50,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def inputs() -> Path:
     """The folder of hard inputs."""
     return Path(__file__).parent / "inputs"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def imports_set_aside() -> Iterator[None]:
+    """What the imports left, torch's above all, is not gone through by each collection."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

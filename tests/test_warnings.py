@@ -39,6 +39,8 @@ prefetch = true
 vocab-pad = true
 """
 
+WITH_MUON = ("--without", "compile", "--without", "fused-adamw", "--plugin", "muon")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -71,7 +73,7 @@ def said(folder: Path, *command: str) -> str:
     "command",
     [
         ["train", "--run", "all"],
-        ["train", "--run", "muon", "--without", "fused-adamw", "--plugin", "muon"],
+        ["train", "--run", "muon", *WITH_MUON],
         ["eval", "one"],
         ["generate", "one", "--max-new-tokens", "4"],
         ["bench", "--config", "flash.toml", "--steps", "1", "--rounds", "2"],
