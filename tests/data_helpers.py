@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from gptfast.data.prepare import Prepared, prepare
@@ -33,6 +36,45 @@ def prepared(folder: Path, *sources: Path | str, **options: Any) -> tuple[Prepar
     """A data file in `folder`, through the real functions."""
     result = prepare(sources, out=folder / "corpus.h5", **options)
     return result, Store.open(result.path)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a process of its own took to prepare a text in bytes."""
+
+    n_tokens: int
+    peak_kb: int
+    """Most memory at a time."""
+    written: int
+    """Bytes written, to files and pipes."""
+
+
+SPENDS = """
+import json
+import sys
+from pathlib import Path
+from gptfast.data.prepare import prepare
+
+text, out, proc = *map(Path, sys.argv[1:]), Path("/proc/self")
+made = prepare([text], out=out, tokenizer="bytes", force=True, workers=2)
+spent = {
+    "n_tokens": made.train.n_tokens + made.val.n_tokens,
+    "peak_kb": int((proc / "status").read_text().split("VmHWM:")[1].split()[0]),
+    "written": int((proc / "io").read_text().split("wchar:")[1].split()[0]),
+}
+print(json.dumps(spent))
+"""
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/io").exists(), reason="needs /proc to count what a process takes"
+)
+
+
+def spent(text: Path, out: Path) -> Spent:
+    """Prepare `text` into `out`; for a test that `needs_proc`."""
+    ran = subprocess.run(
+        [sys.executable, "-c", SPENDS, text, out], capture_output=True, text=True, check=True
+    )
+    return Spent(**json.loads(ran.stdout))
 
 
 def stored_ids(store: Store) -> list[int]:

@@ -20,7 +20,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from data_helpers import TEXT, only, prepared, tiny_shakespeare
+from data_helpers import TEXT, needs_proc, only, prepared, spent, tiny_shakespeare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,28 +104,11 @@ def test_hdf5_finds_the_ids_where_they_were_laid(
         assert only(Path(folder), "x.h5")
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/io").exists(), reason="needs /proc to count what is written"
-)
+@needs_proc
 def test_ids_go_to_the_disk_once(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("sixteen letters\n" * 250_000)
-    script = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from gptfast.data.prepare import prepare\n"
-        "text, out = map(Path, sys.argv[1:])\n"
-        "prepare([text], out=out, tokenizer='bytes')\n"
-        "print(Path('/proc/self/io').read_text())\n"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", script, text, tmp_path / "out.h5"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    written = int(ran.stdout.split("wchar:")[1].split()[0])
-    assert 8_000_000 < written < 8_500_000
+    assert 8_000_000 < spent(text, tmp_path / "out.h5").written < 8_500_000
 
 
 def test_too_small_a_disk_is_refused_before_any_work(
