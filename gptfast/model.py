@@ -51,6 +51,7 @@ class KVCache:
 
     Attributes:
         k, v: (n_layer, B, G, block_size, D).
+        ids: (B, block_size) int64, the tokens themselves.
         length: tokens stored; the next call of the model appends behind them.
     """
 
@@ -60,6 +61,7 @@ class KVCache:
         shape = (config.n_layer, batch_size, config.kv_heads, config.block_size, config.head_size)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.ids = torch.zeros(batch_size, config.block_size, device=device, dtype=torch.int64)
         self.length = 0
 
     @classmethod
@@ -74,6 +76,12 @@ class KVCache:
         self.k[layer, :, :, self.length : end] = k_BGTD
         self.v[layer, :, :, self.length : end] = v_BGTD
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+
+    def extend_ids(self, tokens_BT: Tensor, *, before: int) -> Tensor:
+        """Append tokens; returns them behind up to `before` that came earlier, (B, T + before)."""
+        end = self.length + tokens_BT.size(1)
+        self.ids[:, self.length : end] = tokens_BT
+        return self.ids[:, max(0, self.length - before) : end]
 
 
 def head_logits(x_NC: Tensor, head_VC: Tensor, *, vocab_size: int, softcap: float | None) -> Tensor:
@@ -107,6 +115,42 @@ def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     first, second = x_BHTD.chunk(2, dim=-1)
     cos_TD, sin_TD = cos_TD.to(x_BHTD.dtype), sin_TD.to(x_BHTD.dtype)
     return torch.cat((first * cos_TD - second * sin_TD, second * cos_TD + first * sin_TD), dim=-1)
+
+
+class NgramEmbedding(nn.Module):
+    """A vector for the pairs, triples, ... of tokens that end at each token, summed.
+
+    What the last few tokens tell is learnt here within the first steps, before attention finds
+    where to look. N-grams share the rows of one table by their hashes, so it is as small as wanted.
+    Source: Pagnoni et al. 2024, "Byte Latent Transformer: Patches Scale Better Than Tokens", 3.2.1.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.longest = config.max_ngram
+        self.table = nn.Embedding(config.ngram_rows, config.n_embd)
+
+    def forward(self, tokens_BS: Tensor, T: int) -> Tensor:
+        """(B, T, C) for the last T of S tokens; those before them only complete the n-grams."""
+        ids_BSN = ngram_ids(tokens_BS, longest=self.longest, rows=self.table.num_embeddings)
+        out: Tensor = self.table(ids_BSN[:, -T:]).sum(dim=-2)
+        return out
+
+
+def ngram_ids(tokens_BS: Tensor, *, longest: int, rows: int) -> Tensor:
+    """Row of each n-gram that ends at a token, (B, S, longest - 1) int64, pairs first.
+
+    A polynomial hash from the last token backwards; what lies before the first one counts as 0 and
+    id i as i + 1, so that a beginning has rows of its own.
+    Source: Park, Miller and Stockmeyer 1993 (multiplier and modulus of the "minimal standard").
+    """
+    digits_BS = tokens_BS + 1
+    hash_BS, ids = digits_BS, []
+    for back in range(1, longest):
+        earlier_BS = F.pad(digits_BS, (back, 0))[:, : digits_BS.size(1)]
+        hash_BS = (hash_BS * 48_271 + earlier_BS) % (2**31 - 1)
+        ids.append(hash_BS % rows)
+    return torch.stack(ids, dim=-1)
 
 
 class Attention(nn.Module):
@@ -272,6 +316,8 @@ class GPT(nn.Module):
         )
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, width)
+        if config.ngram_rows:
+            self.wne = NgramEmbedding(config)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = build_norm(config)
@@ -322,6 +368,10 @@ class GPT(nn.Module):
         T = tokens_BT.size(1)
         start = cache.length if cache is not None else 0
         x_BTC = self.wte(tokens_BT)
+        if self.config.ngram_rows:
+            before = self.config.max_ngram - 1
+            seen_BS = tokens_BT if cache is None else cache.extend_ids(tokens_BT, before=before)
+            x_BTC = x_BTC + self.wne(seen_BS, T)
         rope = None
         if self.config.position == "learned":
             x_BTC = x_BTC + self.wpe.weight[start : start + T]
@@ -390,7 +440,9 @@ def count_parameters(model: nn.Module) -> int:
 def flops_per_token(config: ModelConfig, parameters: int) -> int:
     """Training FLOPs of one token: 6 N + 12 L C T, forward and backward.
 
-    N counts every parameter, embeddings too: 859.9e6 at GPT-2 small.
+    N counts every parameter, embeddings too: 859.9e6 at GPT-2 small. Not the table of n-grams,
+    which is only looked up.
     Source: Chowdhery et al. 2022, PaLM, appendix B.
     """
+    parameters -= config.ngram_rows * config.n_embd
     return 6 * parameters + 12 * config.n_layer * config.n_embd * config.block_size

@@ -71,6 +71,10 @@ class ModelConfig(Table):
     """Learned position table (GPT-2) or rotary embedding of queries and keys."""
     rope_base: PositiveFinite = 10_000.0
     """Base of the rotary frequencies."""
+    ngram_rows: Annotated[int, Field(ge=0)] = 0
+    """Rows of a table of hashed n-grams, whose vectors join the token embedding. 0: none."""
+    max_ngram: Annotated[int, Field(ge=2, le=16)] = 4
+    """Length of the longest of these n-grams in tokens; the shortest are pairs."""
     activation: Literal["gelu", "gelu-erf", "relu2", "swiglu"] = "gelu"
     """GELU by its tanh formula (GPT-2), GELU itself (within 5e-4 of it, and faster on a CPU),
     squared ReLU, or SwiGLU."""

@@ -206,6 +206,12 @@ class Flex(Plugin):
                 f"plugins.flex.separator = {separator} is not in the vocabulary of {vocab_size} "
                 "ids: use the id that `gptfast data show` calls the separator"
             )
+        if separator is not None and profile.model.ngram_rows:
+            raise Refused(
+                f"plugins.flex.separator = {separator} keeps documents apart, and n-grams "
+                f"(model.ngram_rows = {profile.model.ngram_rows}) reach over their ends: "
+                "leave one of them out"
+            )
         return profile
 
     def setup(self, context: Context) -> None:

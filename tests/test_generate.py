@@ -88,6 +88,7 @@ def test_the_context_fits_grows_and_keeps_at_least_half(block_size: int, n_token
         {"position": "rope"},
         {"n_kv_head": 2, "qk_norm": True, "norm": "rmsnorm"},
         {"padded_vocab_size": 128},
+        {"ngram_rows": 61, "max_ngram": 5},
     ],
     ids=str,
 )

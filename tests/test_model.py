@@ -20,6 +20,7 @@ from gptfast.model import (
     KVCache,
     count_parameters,
     flops_per_token,
+    ngram_ids,
     plain_attention,
     rotate,
     sdpa_attention,
@@ -42,6 +43,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "no-bias": {"bias": False},
     "untied": {"tied_head": False},
     "padded": {"padded_vocab_size": 64},
+    "ngrams": {"ngram_rows": 97},
     "all": {
         "attention": "sdpa",
         "position": "rope",
@@ -49,6 +51,7 @@ PARTS: dict[str, dict[str, Any]] = {
         "qk_norm": True,
         "activation": "swiglu",
         "n_kv_head": 2,
+        "ngram_rows": 97,
         "logit_softcap": 15.0,
         "bias": False,
         "tied_head": False,
@@ -389,6 +392,45 @@ def test_rope_turns_by_the_distance_alone() -> None:
     assert score(0, 0) == pytest.approx(float((q * k).sum()), rel=1e-5)
     assert score(7, 4) == pytest.approx(score(31, 28), rel=1e-4)
     assert abs(score(7, 4) - score(8, 4)) > 1e-3
+
+
+def test_an_ngram_has_a_row_of_its_own_wherever_it_stands() -> None:
+    """Row by row against the hash in Python's integers; nothing before the first token is 0."""
+    tokens = torch.tensor([[5, 7, 7, 0, 5, 7, 7]])
+    ids = ngram_ids(tokens, longest=4, rows=1009)
+    digits = [0, 0, 0, *(t + 1 for t in tokens[0].tolist())]
+    for at in range(7):
+        hashed = digits[at + 3]
+        for n in (2, 3, 4):
+            hashed = (48_271 * hashed + digits[at + 4 - n]) % 2_147_483_647
+            assert ids[0, at, n - 2] == hashed % 1009
+    assert ids[0, 5, 0] == ids[0, 1, 0], "5 7, twice"
+    assert ids[0, 6, 1] == ids[0, 2, 1], "5 7 7, twice"
+    assert ids[0, 6, 2] != ids[0, 2, 2], "0 5 7 7, and the beginning"
+
+
+def test_no_two_of_the_commonest_pairs_share_a_row_of_a_large_table() -> None:
+    """Every pair of 50 letters in 2**24 rows: as few meet as by chance, 2500**2 / 2**25 = 0.2."""
+    pairs = torch.cartesian_prod(torch.arange(50), torch.arange(50))
+    rows = ngram_ids(pairs, longest=2, rows=2**24)[:, 1, 0]
+    assert len(rows.unique()) >= 2500 - 3
+
+
+def test_vectors_of_ngrams_are_added_and_cost_no_products() -> None:
+    tokens = some_tokens(tiny())
+    torch.manual_seed(3)
+    shape = {"n_layer": 1, "n_head": 4, "n_embd": 32, "block_size": 16, "vocab_size": 61}
+    with_table = GPT(ModelConfig.model_validate({**shape, "ngram_rows": 97, "max_ngram": 3}))
+    table = with_table.wne.table.weight
+    embedded: list[Tensor] = []
+    with_table.drop.register_forward_hook(lambda m, i, out: embedded.append(out))
+    with_table(tokens)
+    expected = with_table.wte.weight[tokens] + with_table.wpe.weight
+    expected = expected + table[ngram_ids(tokens, longest=3, rows=97)].sum(dim=2)
+    torch.testing.assert_close(embedded[0], expected)
+    config = with_table.config
+    without = count_parameters(with_table) - table.numel()
+    assert flops_per_token(config, without + table.numel()) == 6 * without + 12 * 32 * 16
 
 
 def test_what_each_part_does() -> None:

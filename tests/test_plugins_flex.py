@@ -162,6 +162,10 @@ def test_what_cannot_be_is_said() -> None:
     assert Flex(Flex.Options(separator=49)).configure(profile) == profile
     with pytest.raises(Refused, match=r"separator = 50 is not in the vocabulary of 50 ids"):
         Flex(Flex.Options(separator=50)).configure(profile)
+    ngrams = Profile(model=ModelConfig(vocab_size=50, ngram_rows=8))
+    assert Flex(Flex.Options(window=9)).configure(ngrams) == ngrams
+    with pytest.raises(Refused, match=r"model\.ngram_rows = 8\) reach over their ends"):
+        Flex(Flex.Options(separator=49)).configure(ngrams)
 
 
 def test_dropout_takes_the_whole_mask_and_says_so() -> None:
