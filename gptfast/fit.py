@@ -6,8 +6,6 @@ and only then is the memory as full as it will be.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import torch
 
 from gptfast import __version__
-from gptfast.checkpoint import replace_text
+from gptfast.answers import Answer
 from gptfast.data.store import Store
 from gptfast.errors import GptfastError
 from gptfast.hooks import Hooks
@@ -62,9 +60,10 @@ def windows_that_fit(
     Raises:
         GptfastError: not even one window fits, or the training fails in another way.
     """
-    asked = _asked(profile, machine, make_plugins())
-    answer = None if cache is None else _answer_file(cache, asked)
-    if answer is not None and (known := _known(answer, asked)) is not None:
+    answer = None
+    if cache is not None:
+        answer = Answer(cache / "micro-batch", _asked(profile, machine, make_plugins()))
+    if answer is not None and (known := _known(answer)) is not None:
         note(f'train.micro_batch = "auto": {known} windows at a time, as found before')
         return known
     tried: list[int] = []
@@ -83,10 +82,9 @@ def windows_that_fit(
     )
     if answer is not None:
         try:
-            answer.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(answer, json.dumps({"micro_batch": found, "asked": asked}, indent=1))
+            answer.keep({"micro_batch": found})
         except OSError as error:
-            note(f"{answer}: cannot be kept ({error.strerror}): the next run tries anew")
+            note(f"{answer.file}: cannot be kept ({error.strerror}): the next run tries anew")
     return found
 
 
@@ -151,18 +149,7 @@ def _asked(profile: Profile, machine: Machine, plugins: Sequence[Enabled]) -> di
     }
 
 
-def _answer_file(cache: Path, asked: dict[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
-    return cache / "micro-batch" / f"{digest[:16]}.json"
-
-
-def _known(file: Path, asked: dict[str, Any]) -> int | None:
-    """What the file answers. None: there is none, or it is damaged or answers something else."""
-    try:
-        answer = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(answer, dict) or answer.get("asked") != asked:
-        return None
-    windows = answer.get("micro_batch")
-    return windows if windows in micro_batches(asked["batch_size"]) else None
+def _known(answer: Answer) -> int | None:
+    """What was found before. None: nothing was, or it is damaged."""
+    windows = answer.known().get("micro_batch")
+    return windows if windows in micro_batches(answer.asked["batch_size"]) else None

@@ -5,8 +5,6 @@ A training reads it before it asks its plugins whether they pay in a run of its 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import torch
 
 from gptfast import __version__
-from gptfast.checkpoint import replace_text
+from gptfast.answers import Answer
 from gptfast.plugin import Payback, Profile
 
 FOLDER = "payback"
@@ -33,25 +31,17 @@ def keep_payback(
     Raises:
         OSError: the folder cannot be written.
     """
-    asked = _asked(name, options, profile, on)
-    file = _file(at, asked)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(file, json.dumps({"after_steps": payback.after_steps, "asked": asked}, indent=1))
+    answer = Answer(at / FOLDER, _asked(name, options, profile, on))
+    answer.keep({"after_steps": payback.after_steps})
 
 
 def known_payback(
     name: str, options: Mapping[str, Any], profile: Profile, *, on: str, at: Path
 ) -> Payback | None:
     """What was kept last. None: nothing was, or it is damaged."""
-    asked = _asked(name, options, profile, on)
-    try:
-        kept = json.loads(_file(at, asked).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(kept, dict) or kept.get("asked") != asked:
-        return None
-    steps = kept.get("after_steps")
-    return Payback(steps) if steps is None or isinstance(steps, int) else None
+    known = Answer(at / FOLDER, _asked(name, options, profile, on)).known()
+    steps = known.get("after_steps")
+    return Payback(steps) if known and (steps is None or isinstance(steps, int)) else None
 
 
 def _asked(name: str, options: Mapping[str, Any], profile: Profile, on: str) -> dict[str, Any]:
@@ -68,8 +58,3 @@ def _asked(name: str, options: Mapping[str, Any], profile: Profile, on: str) -> 
         "model": profile.model.model_dump(mode="json", exclude={"vocab_size"}),
         "batch": [train.batch_size, train.micro_batch],
     }
-
-
-def _file(folder: Path, asked: dict[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
-    return folder / FOLDER / f"{digest[:16]}.json"

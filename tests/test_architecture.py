@@ -90,7 +90,7 @@ FLOORS = [
     {"config", "model", "optim"},
     {"plugin"},
     {"data", "report"},
-    {"checkpoint", "console", "machine", "memory", "randomness", "registry"},
+    {"answers", "checkpoint", "console", "machine", "memory", "randomness", "registry"},
     {"evaluate", "generate", "hooks", "payback", "provenance", "runs"},
     {"assembly", "journal"},
     {"trainer"},
