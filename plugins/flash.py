@@ -25,7 +25,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from gptfast.plugin import Claim, Context, Machine, Options, Plugin, Profile, Stage, Support, Tries
+from gptfast.plugin import (
+    Claim,
+    Context,
+    Machine,
+    Options,
+    Plugin,
+    Profile,
+    Refused,
+    Stage,
+    Support,
+    Tries,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -181,8 +192,9 @@ class Flash(Plugin):
             and backend in HALF_ONLY
             and "amp" not in context.profile.plugins
         ):
-            raise ValueError(
-                f'backend = "{backend}" takes half precision only: switch amp on or use "auto"'
+            raise Refused(
+                f'plugins.flash.backend = "{backend}" takes half precision only: switch amp on or '
+                'use "auto"'
             )
         if self._implementation is None:
             return

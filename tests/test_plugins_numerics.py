@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from gptfast.contract.tiny import Recorder
 from gptfast.data.store import Store
-from gptfast.errors import GptfastError
+from gptfast.errors import Refused
 from gptfast.hooks import Hooks
 from gptfast.machine import find_machine
 from gptfast.model import GPT, IGNORE, KVCache, count_parameters, token_loss
@@ -586,7 +586,7 @@ def test_cudnn_benchmark_is_on_during_the_run_alone(corpus: Any) -> None:
 @pytest.mark.parametrize("backend", ["flash", "cudnn"])
 def test_a_half_precision_kernel_without_amp_is_refused_on_a_gpu(backend: str) -> None:
     hooks = Hooks([enabled("flash", Flash, backend=backend)], note=print)
-    with pytest.raises(GptfastError, match="half precision only: switch amp on"), hooks:
+    with pytest.raises(Refused, match="half precision only: switch amp on"), hooks:
         hooks.setup(profile_of(61), GPU)
     with_amp = profile_of(61).model_copy(update={"plugins": {"amp": {}}})
     with hooks:
