@@ -31,7 +31,7 @@ steps = 4
 batch_size = 2
 sample_tokens = 0
 [plugins]
-compile = { backend = "eager", when = "auto" }
+compile = { backend = "eager", joint = false, when = "auto" }
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -764,6 +765,13 @@ def test_a_signal_finishes_the_step_saves_and_stops(
         for name in ("one", "two")
     ]
     assert losses[0] == losses[1]
+
+
+def test_speed_is_told_as_a_share_of_the_measured_peak(train: Train, capsys: Captured) -> None:
+    assert train() == 0
+    shares = re.findall(r"step .* (\d+)% of peak", capsys.readouterr().out)
+    assert shares
+    assert all(int(share) < 100 for share in shares)
 
 
 # unusable folders ------------------------------------------------------------------------------
