@@ -74,7 +74,7 @@ def test_nothing_is_compiled_twice(rig: Rig, tmp_path: Path, optimizer: bool) ->
 
 
 def test_the_update_of_two_optimizers_is_compiled_too(rig: Rig) -> None:
-    tables = {"muon": {}, "compile": {"backend": "eager", "optimizer": True}}
+    tables = {"muon": {}, "compile": {"backend": "eager", "joint": False, "optimizer": True}}
     compiled = rig.train(rig.profile(tables))
     plain = rig.train(rig.profile({"muon": {}}))
     assert rig.difference(compiled.losses, plain.losses) < 1e-4
@@ -199,7 +199,7 @@ def test_one_graph_gives_the_loss_and_gradients_of_autograd(tied_head: bool) -> 
 def test_where_gradients_are_not_wanted_or_not_in_float32_there_are_two_graphs() -> None:
     """Autograd leaves autocast for the backward pass; one graph would be inside of it."""
     notes: list[str] = []
-    model, batch = jointly(tiny_model(), notes), torch.arange(12).view(2, 6)
+    model, batch = jointly(tiny_model(), notes, "eager"), torch.arange(12).view(2, 6)
     with torch.no_grad():
         assert model(batch, batch).grad_fn is None
     with torch.autocast("cpu", torch.bfloat16):

@@ -343,7 +343,7 @@ def test_spawned_workers_train_without_a_word(tmp_path: Path) -> None:
     with training(
         tmp_path,
         "train.steps=3",
-        "plugins.loader.workers=2",
+        "plugins.loader.workers=1",
         "plugins.loader.start_method=spawn",
     ) as process:
         _, errors = process.communicate(timeout=90)
