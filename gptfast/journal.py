@@ -53,8 +53,16 @@ class Journal:
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
         self._skipped_steps = skipped_steps
+        self.first_step_s: float | None = None
+        """Of this session: compiling and first calls are in it."""
+        self._untold_first_s: float | None = None
         self._steps: list[Stepped] = []
         self._start = time.perf_counter()
+
+    def begin(self) -> None:
+        """Steps follow: what was built before them is not their time."""
+        if not self._steps:
+            self._start = time.perf_counter()
 
     def check(self, update: Update) -> None:
         """Raises NotFinite where loss or gradient is not finite. Waits for the device."""
@@ -62,6 +70,12 @@ class Journal:
 
     def add(self, step: Stepped) -> None:
         self._steps.append(step)
+        if self.first_step_s is None:
+            # Waited for once in a session, so that compiling is no part of the steps that follow.
+            synchronize(self._machine.device)
+            now = time.perf_counter()
+            self.first_step_s = self._untold_first_s = now - self._start
+            self._start = now
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -89,7 +103,7 @@ class Journal:
             self._check(step.step, loss, norm if step.committed else 0.0, applied=step.committed)
         self.loss = sum(losses) / len(losses)
         self._skipped_steps += sum(not step.committed for step in steps)
-        step_s = seconds / len(steps)
+        durations = self._durations(len(steps), seconds)
         if self._run is not None:
             self._run.log(
                 {
@@ -102,21 +116,31 @@ class Journal:
                     "committed": step.committed,
                     "step_ms": step_s * 1e3,
                 }
-                for step, loss, norm in zip(steps, losses, norms, strict=True)
+                for step, loss, norm, step_s in zip(steps, losses, norms, durations, strict=True)
             )
-        self._listener.logged(self._record(steps, norms[-1], seconds))
+        self._listener.logged(self._record(steps, norms[-1], durations))
         self.waited = 0.0
 
-    def _record(self, steps: list[Stepped], grad_norm: float, seconds: float) -> Logged:
-        last = steps[-1]
-        tokens_per_s = sum(step.tokens for step in steps) / seconds
+    def _durations(self, n_steps: int, seconds: float) -> list[float]:
+        """Of each step: the first of a session has its own, the others share `seconds`."""
+        first_s, self._untold_first_s = self._untold_first_s, None
+        if first_s is None:
+            return [seconds / n_steps] * n_steps
+        others = n_steps - 1
+        return [first_s, *[seconds / max(1, others)] * others]
+
+    def _record(self, steps: list[Stepped], grad_norm: float, durations: list[float]) -> Logged:
+        last, step_s = steps[-1], durations[-1]
+        # All but the first of a session, unless that is the only one, took the same.
+        alike = [step.tokens for step, s in zip(steps, durations, strict=True) if s == step_s]
+        tokens_per_s = sum(alike) / (len(alike) * step_s)
         return Logged(
             step=last.step,
             steps=last.steps,
             loss=self.loss,
             learning_rate=last.learning_rate,
             grad_norm=grad_norm,
-            step_ms=seconds / len(steps) * 1e3,
+            step_ms=step_s * 1e3,
             tokens_per_s=tokens_per_s * self._machine.world,
             peak_share=(
                 tokens_per_s * self._flops_per_token / self._peak_flops

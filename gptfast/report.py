@@ -66,7 +66,7 @@ class Logged:
     grad_norm: float
     """Before clipping, at the last step of the interval."""
     step_ms: float
-    """Mean wall time of a step."""
+    """Mean wall time of a step; a session's first, in which plugins compile, counts only alone."""
     tokens_per_s: float
     peak_share: float | None
     """Model flops per second over the measured matmul peak, 0 to 1. None: no peak measured."""
@@ -98,6 +98,8 @@ class Finished:
     stopped_by: str | None
     """What ended it before its last step: a signal, a plugin, `--stop-at`. None: it is complete."""
     folder: str | None
+    first_step_s: float | None = None
+    """Of this session's first step: compiling and first calls are in it. None: there was none."""
 
 
 @dataclass(frozen=True)

@@ -252,6 +252,8 @@ class Run:
             raise Refused(f"{self.folder}: has no checkpoint yet: train it with --run")
         meta = self.latest().meta
         profile, data = meta["profile"], meta["data"]
+        logged = self._logged_steps()
+        took_s = {record["step"]: record["step_ms"] / 1e3 for record in logged}
         pointers: dict[int, list[str]] = {step: [] for step in self.steps()}
         for pointer in ("latest", "best"):
             path = self.folder / pointer
@@ -261,7 +263,7 @@ class Run:
         return {
             **vars(self.summary()),
             "seed": profile["train"].get("seed"),
-            "skipped_steps": sum(not r["committed"] for r in self._logged_steps()),
+            "skipped_steps": sum(not r["committed"] for r in logged),
             "micro_batch": meta.get("fits") or profile["train"].get("micro_batch"),
             "data": {
                 "path": data["path"],
@@ -274,7 +276,10 @@ class Run:
             },
             "machine": meta.get("machine"),
             "versions": meta.get("versions", {}),
-            "sessions": meta.get("sessions", []),
+            "sessions": [
+                {**session, "first_step_s": took_s.get(session["after_step"] + 1)}
+                for session in meta.get("sessions", [])
+            ],
             "checkpoints": [
                 {
                     "step": step,

@@ -272,6 +272,7 @@ def _finished(trainer: Trainer, folder: Path, *, seconds: float) -> Finished:
         best_val_loss=None if progress.best_step is None else progress.best_loss,
         stopped_by=(trainer.stop_reason or "--stop-at") if incomplete else None,
         folder=str(folder),
+        first_step_s=trainer.journal.first_step_s,
     )
 
 

@@ -181,6 +181,7 @@ class Trainer:
         until = steps if until is None else min(until, steps)
         try:
             self._evaluate_resumed()
+            self.journal.begin()
             while self.progress.step < until and not self._ended:
                 self._after(self.one_step(), last=self.progress.step == until)
             self.journal.flush()

@@ -133,7 +133,8 @@ def test_elsewhere_there_are_plain_lines_without_control_codes(where: str) -> No
     assert "KING [bold red]HENRY[/]:" in lines
     assert r"Once \x1b[2Jmore\x07, café 数据 👑" in lines
     assert lines[-3:] == [
-        "done: 400 steps in 00:24, loss 1.5301, validation loss 1.6990, best 1.6950",
+        "done: 400 steps in 00:24, of that 7.5 s for the first, loss 1.5301, "
+        "validation loss 1.6990, best 1.6950",
         "next: gptfast generate 'runs/demo [1]'",
         "      gptfast eval 'runs/demo [1]'",
     ]

@@ -8,19 +8,22 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from plugin_helpers import ROOT
+from plugin_helpers import ROOT, rig_of
 from safetensors.torch import load_file
 
+from gptfast import journal
 from gptfast.cli import main
 from gptfast.console.plot import in_terminal, picture
 from gptfast.contract.tiny import write_tiny_store
 from gptfast.data.store import Store
-from gptfast.report import Course
+from gptfast.plugin import Claim, Plugin, Update, Want
+from gptfast.report import Course, Logged
 from gptfast.runs import Run
 
 PROFILE = """
@@ -173,6 +176,9 @@ def test_show_is_enough_to_repeat_the_run(folder: Path, capsys: Captured) -> Non
     assert first["command"] == ["gptfast", *ONE, "--stop-at", "4"]
     assert second["command"] == ["gptfast", *GOES_ON]
     assert (first["git_commit"], second["git_commit"]) == (commit, f"{commit}-dirty")
+    logged = {r["step"]: r for r in Run(folder / "runs" / "one").metrics() if r["kind"] == "step"}
+    assert first["first_step_s"] == logged[1]["step_ms"] / 1e3
+    assert second["first_step_s"] == logged[5]["step_ms"] / 1e3
     named = {one["step"]: one["pointers"] for one in facts["checkpoints"]}
     run = Run(folder / "runs" / "one")
     assert list(named) == run.steps()
@@ -182,7 +188,7 @@ def test_show_is_enough_to_repeat_the_run(folder: Path, capsys: Captured) -> Non
 
     assert main(["runs", "show", "one"]) == 0
     shown = capsys.readouterr().out
-    for said in (commit, facts["data"]["sha256"], "seed 11", "--stop-at 4", torch.__version__):
+    for said in (commit, facts["data"]["sha256"], "seed 11", "--stop-at 4", ", first step 0."):
         assert said in shown
 
     profile = str(run.folder / "profile.toml")
@@ -192,6 +198,38 @@ def test_show_is_enough_to_repeat_the_run(folder: Path, capsys: Captured) -> Non
         for name in ("one", "again")
     )
     assert all(torch.equal(one[name], again[name]) for name in one)
+
+
+class Compiling(Plugin):
+    """Takes 3 s of a made-up clock for its first step, and a quarter of one for each other."""
+
+    claim = Claim.EXACT
+    now = 0.0
+
+    def before_step(self, event: Update) -> Want:
+        type(self).now += 3.0 if event.step == 1 else 0.25
+        return Want.NOTHING
+
+
+def test_a_first_step_is_no_part_of_the_speed_of_those_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Compiling, "now", 0.0)
+    monkeypatch.setattr(journal, "time", SimpleNamespace(perf_counter=lambda: Compiling.now))
+    logs: list[Logged] = []
+    run = Run.create(tmp_path / "run", profile_toml="")
+    with rig_of(compiling=Compiling) as rig:
+        profile = rig.profile(train__steps=7, train__log_interval=4, train__eval_interval=0)
+        trainer, listener = rig.trainer(profile, run=run)
+        monkeypatch.setattr(listener, "logged", logs.append)
+        with trainer:
+            Compiling.now += 100.0  # what is built before the steps is not their time
+            trainer.run()
+    assert trainer.journal.first_step_s == 3.0
+    took = [record["step_ms"] for record in run.metrics() if record["kind"] == "step"]
+    assert took == [3000.0, *[250.0] * 6]
+    tokens = profile.train.batch_size * profile.model.block_size
+    assert [(log.step_ms, log.tokens_per_s) for log in logs] == [(250.0, tokens / 0.25)] * 2
 
 
 def test_show_counts_the_skipped_updates(folder: Path, capsys: Captured) -> None:

@@ -72,7 +72,7 @@ def main() -> None:
         listener.saved(200, "runs/demo/checkpoints/step-000200")
         listener.sampled(200, "in between")
         listener.sampled(STEPS, SAMPLE)
-        listener.finished(Finished(STEPS, 23.6, 1.5301, 1.699, 1.695, None, "runs/demo [1]"))
+        listener.finished(Finished(STEPS, 23.6, 1.5301, 1.699, 1.695, None, "runs/demo [1]", 7.5))
 
 
 if __name__ == "__main__":

@@ -97,11 +97,13 @@ def _lines(app: App, facts: dict[str, Any]) -> list[tuple[str, str]]:
         said = f"{name} ({plugin['package']} {plugin['version']})"
         lines.append(("plugin", f"{said}: {options}" if options else said))
     for session in facts["sessions"]:
+        first_s = session["first_step_s"]
+        first = "" if first_s is None else f", first step {first_s:.1f} s"
         lines.append(
             (
                 f"from step {session['after_step'] + 1}",
                 f"{session['started']}  {shlex.join(session['command'])}  "
-                f"(git {session['git_commit'] or 'unknown'})",
+                f"(git {session['git_commit'] or 'unknown'}){first}",
             )
         )
     for one in facts["checkpoints"]:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from gptfast.console.console import Console
 
 REDRAW_S = 0.25
+NOTABLE_S = 1.0
+"""A first step that took as long was not all training."""
 
 
 class LiveView:
@@ -192,6 +194,8 @@ def _show_sample(console: Console, step: int, text: str) -> None:
 def _show_summary(console: Console, record: Finished) -> None:
     done = f"stopped by {record.stopped_by} after" if record.stopped_by else "done:"
     parts = [f"{done} {record.steps:,} steps in {clock(record.seconds)}"]
+    if record.first_step_s is not None and record.first_step_s >= NOTABLE_S:
+        parts.append(f"of that {record.first_step_s:.1f} s for the first")
     if math.isfinite(record.loss):
         parts.append(f"loss {record.loss:.4f}")
     if record.val_loss is not None:
