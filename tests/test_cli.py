@@ -425,6 +425,25 @@ def test_config_list_names_the_profiles(capsys: pytest.CaptureFixture[str]) -> N
     assert {"baseline", "fast"} <= set(names)
 
 
+def test_config_keys_explains_every_key_that_a_profile_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["config", "keys", "--json"]) == 0
+    known = {one["name"]: one for one in strict_json(capsys.readouterr().out)}
+    assert known["train.min_lr"] == {
+        "name": "train.min_lr",
+        "type": "number >= 0.0 | null",
+        "default": "-",
+        "help": "Learning rate at the last step. None: a tenth of the peak.",
+    }
+    assert known["model.norm"]["type"] == '"layernorm" | "rmsnorm"'
+    assert all(one["help"] for one in known.values())
+    assert main(["config", "show", "--profile", "baseline", "--json"]) == 0
+    assert known.keys() == strict_json(capsys.readouterr().out)["values"].keys()
+    assert main(["config", "keys"]) == 0
+    assert capsys.readouterr().out.count("\n") == len(known) + 1
+
+
 # train -----------------------------------------------------------------------------------
 
 

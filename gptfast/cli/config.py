@@ -1,4 +1,4 @@
-"""`gptfast config`: the profiles, and where each value of one comes from."""
+"""`gptfast config`: the profiles, where each value of one comes from, and what each key does."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gptfast.cli.app import App
+from gptfast.cli.fields import fields
 from gptfast.cli.options import json_option, profile_options
 
 if TYPE_CHECKING:
@@ -60,6 +61,29 @@ def list_(app: App, *, config: Path | None, as_json: bool) -> None:
         return
     for name in known:
         app.console.line(name)
+
+
+@command.command()
+@json_option
+@click.pass_obj
+def keys(app: App, *, as_json: bool) -> None:
+    """List every key of a profile: what it takes and what it does.
+
+    The options of a plugin: `gptfast plugins show NAME`.
+    """
+    from gptfast.profile import DataConfig, ModelConfig, Profile, TrainConfig
+
+    tables = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}
+    known = [
+        one._replace(name=f"{table}.{one.name}")
+        for table, config in tables.items()
+        for one in fields(config)
+    ]
+    known += [one for one in fields(Profile) if one.name == "unsupported_plugins"]
+    if as_json:
+        app.console.json([one._asdict() for one in known])
+        return
+    app.console.table("", ["key", "type", "default", "help"], known)
 
 
 def _with_origins(loaded: Loaded) -> Iterator[tuple[str, Any, str]]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from gptfast.cli.app import App
+from gptfast.cli.fields import fields
 from gptfast.cli.options import json_option, profile_options
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def show(app: App, *, name: str, as_json: bool) -> None:
 
     one = _named(name, discover())
     plugin = one.load()
-    options = list(_options(plugin))
+    options = list(fields(plugin.Options))
     facts = {
         "package": f"{one.package} {one.version}",
         "stage": plugin.stage.name.lower(),
@@ -89,10 +89,7 @@ def show(app: App, *, name: str, as_json: bool) -> None:
                 "summary": plugin.summary,
                 **facts,
                 "doc": doc,
-                "options": [
-                    dict(zip(("name", "type", "default", "help"), row, strict=True))
-                    for row in options
-                ],
+                "options": [one._asdict() for one in options],
             }
         )
         return
@@ -248,39 +245,6 @@ def _hooks(plugin: type[Plugin]) -> list[str]:
         and not hook.startswith("_")
         and getattr(plugin, hook) is not default
     ]
-
-
-def _options(plugin: type[Plugin]) -> Iterator[tuple[str, str, str, str]]:
-    """Name, type, default and help of each option."""
-    schema = plugin.Options.model_json_schema()
-    for name, field in plugin.Options.model_fields.items():
-        default = "required" if field.is_required() else _toml(field.get_default())
-        yield name, _type(schema["properties"][name]), default, field.description or ""
-
-
-_LIMITS = {
-    "minimum": ">=",
-    "exclusiveMinimum": ">",
-    "maximum": "<=",
-    "exclusiveMaximum": "<",
-}
-
-
-def _type(schema: Mapping[str, Any]) -> str:
-    """A JSON schema in a few words: `integer >= 1`, `"bf16" | "fp16"`."""
-    if "enum" in schema:
-        return " | ".join(json.dumps(value) for value in schema["enum"])
-    if "const" in schema:
-        return json.dumps(schema["const"])
-    if "anyOf" in schema:
-        return " | ".join(_type(part) for part in schema["anyOf"])
-    limits = [f"{sign} {schema[limit]}" for limit, sign in _LIMITS.items() if limit in schema]
-    return " ".join([schema.get("type", "table"), *limits])
-
-
-def _toml(value: object) -> str:
-    """As a profile would write it; a value not set is `-`."""
-    return "-" if value is None else json.dumps(value, default=str)
 
 
 def _joined(value: object) -> object:
