@@ -273,6 +273,18 @@ def test_torchs_own_chunks_agree_too(chunk_tokens: int) -> None:
         torch.testing.assert_close(one, other, atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("by_torch", "how"), [(True, "torch's linear_cross_entropy"), (False, "from 2.13 on")]
+)
+def test_who_computes_the_chunks_is_said(
+    by_torch: bool, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked_loss, "has_linear_cross_entropy", lambda: by_torch)
+    support = enabled("chunked-loss", ChunkedLoss).plugin.supports(CPU)
+    assert support.ok
+    assert support.reason.endswith(how)
+
+
 def losses_and_gradients(
     loss: Any, dtype: torch.dtype, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
