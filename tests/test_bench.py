@@ -16,6 +16,7 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bench_plugins
@@ -32,6 +33,7 @@ from gptfast.bench.phases import Stopwatch
 from gptfast.bench.process import WorkerProcess
 from gptfast.cli import main
 from gptfast.contract.tiny import tiny_profile, write_tiny_store
+from gptfast.gradients import with_gradients
 from gptfast.plugin import Profile
 
 
@@ -429,7 +431,7 @@ def test_a_lap_waits_for_the_device_at_its_ends_and_never_between(
 
         monkeypatch.setattr(made.loop, "one_step", on_the_device)
         monkeypatch.setattr(rung, "synchronize", wait)
-        monkeypatch.setattr(rung.time, "perf_counter", lambda: now)
+        monkeypatch.setattr(rung, "time", SimpleNamespace(perf_counter=lambda: now))
         lap = made.advance(7, lead_in=3)
     assert waits == 2
     assert lap.seconds == pytest.approx(0.070)
@@ -512,6 +514,24 @@ def test_the_parts_of_a_trainer_are_as_before_when_it_was_divided_up(
     assert [one.ms for one in largest] == sorted((one.ms for one in largest), reverse=True)
     calls = {one.name: one.calls for one in largest}
     assert calls["aten::addmm"] == 2 * 4, "four linear layers with a bias in each of two blocks"
+
+
+def test_a_loss_that_brings_its_gradients_is_seen() -> None:
+    weight = torch.zeros(2, requires_grad=True)
+
+    class Joint(torch.nn.Module):
+        def forward(self, joint: bool) -> torch.Tensor:
+            if joint:
+                return with_gradients(torch.tensor(1.0), [torch.ones(2)], [weight])
+            return weight.sum()
+
+    model = phases.TimedModel(Joint(), Stopwatch(torch.device("cpu")))
+    model(False)
+    assert not model.found_gradients
+    model(True)
+    assert model.found_gradients
+    model(False)
+    assert model.found_gradients, "one pass of a step is enough"
 
 
 def test_a_stopwatch_adds_up() -> None:

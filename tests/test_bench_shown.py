@@ -25,6 +25,7 @@ from bench_helpers import (
     leave_out,
     quarter_second,
 )
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from plugin_helpers import enabled
 
@@ -50,7 +51,7 @@ from gptfast.bench.table import (
 )
 from gptfast.cli import main
 from gptfast.console import Console, Look
-from gptfast.console.ladder import _draw, in_terminal
+from gptfast.console.ladder import Bar, _draw, in_terminal
 from gptfast.contract.tiny import tiny_profile
 from gptfast.errors import Refused
 
@@ -230,6 +231,22 @@ def test_the_legend_covers_nothing_that_is_said_of_a_bar(tmp_path: Path) -> None
     (axes,) = figure.axes
     assert len(axes.texts) == 3
     assert not any(legend.overlaps(text.get_window_extent()) for text in axes.texts)
+
+
+def test_what_is_said_of_a_bar_stays_in_the_picture(tmp_path: Path) -> None:
+    said = ["12.1 ms", "1,250.0 ms, backward in forward", "2,250.0 ms, ~1.00x, claim broken"]
+    for phases in (None, PHASES):
+        figure = Figure(figsize=(12, 4), layout="constrained")
+        ms = [12.1, 2250.0, 2250.0]
+        drawn = [
+            Bar(f"+ {text[:3]}", t, text, [t / 5] * 5) for t, text in zip(ms, said, strict=True)
+        ]
+        with rc_context({"font.size": 14}):
+            _draw(figure, drawn, title="a bench", phases=phases)
+            figure.draw_without_rendering()
+        (axes,) = figure.axes
+        right = axes.get_window_extent().x1
+        assert max(text.get_window_extent().x1 for text in axes.texts) < right
 
 
 # two results -----------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from gptfast.bench import tuned
 from gptfast.bench.decide import decide
 from gptfast.bench.ladder import Bound
 from gptfast.bench.messages import Built, Lap, RungFailed
-from gptfast.bench.moves import BEFORE, tries
+from gptfast.bench.moves import BEFORE, MICRO_BATCH, moves, tries
 from gptfast.bench.record import Protocol, Ratio
 from gptfast.bench.tune import THE_PROFILE, search, tune
 from gptfast.bench.tuned import Trial, Tuned
@@ -406,6 +406,30 @@ def test_the_interval_decides(
     assert decide(over, leaves_out=leaves_out, broken="it differs") == (False, "it differs")
 
 
+class ChoosyOptions(Options):
+    size: int
+    """Somebody has to say it."""
+
+
+class Choosy(Plugin):
+    claim = Claim.EXACT
+    tries = Tries(size=(1, 2))
+    Options = ChoosyOptions
+
+
+def test_what_cannot_be_as_it_comes_is_not_switched_on() -> None:
+    off, on = tiny_profile({}), tiny_profile({"choosy": {"size": 1}})
+    tried = [
+        [
+            move.what
+            for move in moves(p, {"choosy": Choosy})
+            if move.key != MICRO_BATCH and move.apply(p)
+        ]
+        for p in (off, on)
+    ]
+    assert tried == [[], ["without choosy", "choosy.size = 2"]]
+
+
 @pytest.mark.parametrize("name", registry.discover())
 def test_what_a_plugin_declares_worth_trying_are_options_of_it(name: str) -> None:
     plugin = registry.discover()[name].load()
@@ -560,6 +584,13 @@ def test_what_is_shipped_is_not_written_to(
     assert main(["config", "show", "--config", "tuned.toml", "--profile", "tuned"]) == 0
     assert main(["tune", "--profile", "char", "--out", "a b.toml"]) == 0
     assert "gptfast train --config 'a b.toml' --profile tuned" in capsys.readouterr().out
+
+
+def test_minutes_that_are_over_before_the_machine_is_known_are_said(tmp_path: Path) -> None:
+    write_tiny_store(tmp_path / "tiny.h5")
+    profile = tiny_profile({}).replace({"data.path": str(tmp_path / "tiny.h5")})
+    with pytest.raises(GptfastError, match=r"half of 0.001 minutes .* give more with --minutes"):
+        tune(Loaded(profile, {}), minutes=0.001, device="cpu", tell=lambda line: None)
 
 
 def test_a_search_in_real_processes(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from functools import partial
 from typing import Any
 from typing import Protocol as Interface
 
+from pydantic import ValidationError
+
 from gptfast.memory import micro_batches
 from gptfast.plugin import Claim, Plugin, Profile, Tries
 
@@ -65,7 +67,8 @@ def moves(profile: Profile, classes: Classes) -> Iterator[Move]:
             yield Move(f"{MICRO_BATCH} = {windows}", MICRO_BATCH, apply)
     for name in able:
         if name not in profile.plugins:
-            yield Move(f"with {name}", f"plugins.{name}", partial(with_plugin, name=name), name)
+            apply = partial(with_plugin, plugin=classes[name], name=name)
+            yield Move(f"with {name}", f"plugins.{name}", apply, name)
     for name, may in able.items():
         for option, values in may.values.items():
             for value in values:
@@ -88,9 +91,13 @@ def without(profile: Profile, *, name: str, classes: Classes) -> Profile | None:
     return _with_plugins(profile, {n: o for n, o in profile.plugins.items() if n not in gone})
 
 
-def with_plugin(profile: Profile, *, name: str) -> Profile | None:
-    """A plugin switched on as it comes."""
+def with_plugin(profile: Profile, *, plugin: type[Plugin], name: str) -> Profile | None:
+    """A plugin switched on as it comes, where it does without being told more."""
     if name in profile.plugins:
+        return None
+    try:
+        plugin.Options()
+    except ValidationError:
         return None
     return _with_plugins(profile, {**profile.plugins, name: {}})
 

@@ -213,7 +213,7 @@ class WorkerProcess:
         try:
             answer = self._ask(request, patience_s)
         except RungFailed as failure:
-            raise GptfastError(f"bench: {failure}") from failure
+            raise GptfastError(f"the machine was asked what runs here: {failure}") from failure
         if "failed" in answer:
             raise (Refused if answer["exit_code"] == 2 else GptfastError)(answer["failed"])
         return answer

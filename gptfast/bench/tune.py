@@ -82,7 +82,18 @@ def tune(
     protocol = protocol or Protocol(rounds=ROUNDS)
     # Two questions are asked before there is a deadline: of the machine, and of the plugins.
     hurried = replace(protocol, patience_s=min(protocol.patience_s, minutes * 60 / 2))
-    with bound(loaded, device=device, protocol=hurried, unsupported=True, tell=tell) as there:
+    with ExitStack() as standing:
+        try:
+            there = standing.enter_context(
+                bound(loaded, device=device, protocol=hurried, unsupported=True, tell=tell)
+            )
+        except GptfastError as error:
+            if clock() - began < hurried.patience_s:
+                raise
+            raise GptfastError(
+                f"tune: half of {minutes:g} minutes were over before it was known what runs here "
+                f"({error}): give more with --minutes"
+            ) from error
         return search(
             replace(there, protocol=protocol),
             found={name: one for name, one in found.items() if name not in without},

@@ -20,6 +20,8 @@ FORMATS = (".png", ".svg")
 WIDEST = 60
 """Columns of the longest bar."""
 NARROWEST = 8
+LETTER = 0.0115
+"""Width of one beside a bar, as a share of the axis."""
 COLOURS = ("#4c72b0", "#55a868", "#c44e52", "#dd8452", "#8c8c8c")
 """Of data, forward, backward, optimizer, rest."""
 
@@ -95,7 +97,8 @@ def _draw(figure: Figure, bars: Sequence[Bar], *, title: str, phases: Sequence[s
     axes.set_yticks(range(len(bars)), [_plain(one.name) for one in bars])
     axes.invert_yaxis()
     longest = max((one.step_ms or 0.0 for one in bars), default=1.0)
-    axes.set_xlim(0, longest * 1.3)
+    said = max((len(one.said) for one in bars), default=0)
+    axes.set_xlim(0, longest / (1.0 - 0.02 - LETTER * said))
     for at, one in enumerate(bars):
         axes.text((one.step_ms or 0.0) + longest * 0.01, at, _plain(one.said), va="center")
     times = "" if phases else "; x: times as fast as the baseline, ~ no significant difference"
