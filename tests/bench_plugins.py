@@ -21,7 +21,7 @@ STEP_S = 0.1
 
 
 class Paced(Plugin):
-    """Makes every step last 100 ms, the first 3 s more, and talks meanwhile."""
+    """Makes every step last 100 ms, the first 3 s more, talks meanwhile and fails at the end."""
 
     claim = Claim.EXACT
 
@@ -39,6 +39,9 @@ class Paced(Plugin):
             time.sleep(3.0)
         time.sleep(max(0.0, self.start + STEP_S - time.perf_counter()))
         return Want.NOTHING
+
+    def teardown(self) -> None:
+        raise RuntimeError("no last words")
 
 
 class EverySecond(PlainStepper):

@@ -99,7 +99,10 @@ def test_a_ladder_in_real_processes(
     assert paced["step_ms"] == pytest.approx(100, rel=0.1)
     assert paced["warmup"]["first_step_s"] == pytest.approx(3.0, rel=0.1)
     assert paced["warmup"]["compile_s"] == pytest.approx(3.0, rel=0.1)
-    assert paced["notes"] == ["paces"]
+    first_note, last_note = paced["notes"]
+    assert first_note == "paces"
+    assert "failed in teardown: RuntimeError: no last words" in last_note
+    assert half["notes"] == []
     assert (paced["package"], paced["version"]) == ("bench-plugins", "2.0")
     assert paced["before"] == "+ half"
     assert paced["verdict"]["verdict"] == "kept"

@@ -29,7 +29,7 @@ class Worker(Interface):
     def divide(self, steps: int, *, patience_s: float) -> Phases: ...
     def profile(self, steps: int, *, trace: Path, patience_s: float) -> list[Operator]: ...
     def hooks_us(self, *, patience_s: float) -> float: ...
-    def close(self) -> None: ...
+    def close(self) -> str | None: ...
 
 
 Start = Callable[[str], AbstractContextManager[Worker]]
@@ -226,8 +226,9 @@ class Attempt:
 
     def close(self) -> None:
         """End its process; what it measured stays."""
-        if self._worker is not None:
-            self._worker.close()
+        last_words = self._worker.close() if self._worker is not None else None
+        if last_words is not None and self.failure is None:
+            self.notes.append(last_words)
 
     def _fail_as(self, failure: RungFailed) -> None:
         self.out_of_memory = failure.out_of_memory

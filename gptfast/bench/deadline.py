@@ -96,5 +96,5 @@ class _Hurried:
     def hooks_us(self, *, patience_s: float) -> float:
         return self._deadline.ask(lambda s: self._worker.hooks_us(patience_s=s), patience_s)
 
-    def close(self) -> None:
-        self._worker.close()
+    def close(self) -> str | None:
+        return self._worker.close()

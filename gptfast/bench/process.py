@@ -160,21 +160,26 @@ class WorkerProcess:
         answer = self._must(self._ask({"do": "hooks"}, patience_s))
         return parse(float, answer["microseconds"])
 
-    def close(self, *, farewell_s: float = FAREWELL_S) -> None:
+    def close(self, *, farewell_s: float = FAREWELL_S) -> str | None:
         """End the process: in its own time within `farewell_s`, then with its whole group.
 
         A second call does nothing.
+
+        Returns:
+            What failed in its last words; None: nothing did, or it had to be ended.
         """
         if self._closed:
-            return
+            return None
         self._closed = True
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has gone already, with a request unread
             self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(farewell_s)
+        failed = (self._process.poll() or 0) > 0
         _kill_group(self._process)
         self._process.wait()
+        return self._obituary() if failed else None
 
     # the pipes -----------------------------------------------------------------------------
 
