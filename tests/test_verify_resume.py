@@ -20,6 +20,7 @@ from gptfast.optim import PlainStepper
 from gptfast.plugin import Plugin, Stepped, Stepper, Want
 from gptfast.rehearsal import differences
 
+FREELY = ("--set", "train.grad_clip=0", "--set", "train.learning_rate=0.01")
 Verify = Callable[..., int]
 Captured = pytest.CaptureFixture[str]
 
@@ -95,14 +96,7 @@ def test_a_sound_profile_is_equal_and_leaves_nothing(
 def test_what_a_stop_loses_is_named_with_its_size(
     verify: Verify, tmp_path: Path, capsys: Captured, tally: Callable[..., None]
 ) -> None:
-    forgets = (
-        "--plugin",
-        "forgets",
-        "--set",
-        "train.grad_clip=0",
-        "--set",
-        "train.learning_rate=0.01",
-    )
+    forgets = ("--plugin", "forgets", *FREELY)
     assert verify(*forgets, "--json") == 1
     out = capsys.readouterr()
     result = json.loads(out.out)
@@ -127,7 +121,8 @@ def test_what_a_stop_loses_is_named_with_its_size(
 def test_a_run_that_does_not_repeat_itself_is_not_called_equal(
     verify: Verify, capsys: Captured
 ) -> None:
-    assert verify("--plugin", "chance") == 1
+    # Clipped, gradients of two runs differ by rounding alone, and a small tensor may be equal.
+    assert verify("--plugin", "chance", *FREELY) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines
     assert all("and so do two runs without a stop" in line for line in lines)
