@@ -152,7 +152,8 @@ class Support:
     @classmethod
     def failed(cls, trial: str, error: Exception, *, instead: str | None = None) -> Support:
         """No: `trial` failed, with the first line of why and what can be done instead."""
-        reason = f"{trial} failed: {str(error).strip().partition(chr(10))[0]}"
+        cause = getattr(error, "inner_exception", error)  # torch's compiler wraps it in many lines
+        reason = f"{trial} failed: {str(cause).strip().partition(chr(10))[0]}"
         return cls.no(reason if instead is None else f"{reason}: {instead}")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from plugin_helpers import enabled, found, gptfast
@@ -216,6 +217,17 @@ def test_a_failed_trial_is_a_no_in_one_line() -> None:
     assert Support.failed("a trial", error) == Support.no("a trial failed: no kernel")
     no = Support.failed("a trial", error, instead="use another")
     assert no == Support.no("a trial failed: no kernel: use another")
+
+
+def test_a_trial_that_failed_in_the_compiler_tells_what_failed_there() -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        raise OSError("no compiler here\nat all")
+
+    trial = torch.compile(torch.neg, backend=backend)
+    with pytest.raises(RuntimeError) as caught:
+        trial(torch.ones(1))
+    torch.compiler.reset()
+    assert Support.failed("a trial", caught.value).reason == "a trial failed: no compiler here"
 
 
 def test_warnings_are_unlogged_inside_alone(caplog: pytest.LogCaptureFixture) -> None:

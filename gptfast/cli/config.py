@@ -71,9 +71,13 @@ def keys(app: App, *, as_json: bool) -> None:
 
     The options of a plugin: `gptfast plugins show NAME`.
     """
-    from gptfast.profile import DataConfig, ModelConfig, Profile, TrainConfig
+    from gptfast.profile import DataConfig, ModelConfig, Profile, Table, TrainConfig
 
-    tables = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}
+    tables: dict[str, type[Table]] = {
+        "model": ModelConfig,
+        "data": DataConfig,
+        "train": TrainConfig,
+    }
     known = [
         one._replace(name=f"{table}.{one.name}")
         for table, config in tables.items()
