@@ -94,6 +94,8 @@ class Workshop(FakeMachine):
 
     pace: Callable[[Profile], float] = pace
     set_up_s: float = 10.0
+    slower: float = 1.0
+    """How many times what the one before took each set-up takes."""
     compiles: str = ""
     """The plugin with which setting up takes 100 s more."""
     hangs: str = ""
@@ -119,6 +121,7 @@ class Bench(FakeWorker):
         self.mine = profile
         compiling_s = 100.0 if self.machine.compiles in profile.plugins else 0.0
         self._spend(self.machine.set_up_s + compiling_s, rest["patience_s"])
+        self.machine.set_up_s *= self.machine.slower
         if profile.train.windows_per_micro > self.machine.most_windows:
             raise RungFailed("out of memory: no more", out_of_memory=True)
         return super().build(profile, **rest)
@@ -280,6 +283,14 @@ def test_it_ends_within_its_minutes_and_says_what_is_untried(minutes: float) -> 
     assert not set(result.untried) & set(trials(result))
     # What it has found by then was measured beside the start.
     assert result.over_start is not None or minutes < 1
+
+
+@pytest.mark.parametrize("minutes", [1.2, 1.4, 1.6, 1.8, 2.0])
+def test_the_last_sitting_has_its_time_where_starting_takes_longer_by_then(minutes: float) -> None:
+    result = look_for(Workshop(slower=1.05), {"dragging": {}, "knob": {}}, minutes=minutes)
+    assert trials(result)["without dragging"] == (True, "faster")
+    assert result.untried
+    assert result.over_start is not None
 
 
 def test_what_makes_a_start_slow_is_left_out_although_it_could_not_begin_so_again() -> None:

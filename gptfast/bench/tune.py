@@ -32,6 +32,7 @@ from gptfast.bench.moves import (
     moves,
     same_task,
 )
+from gptfast.bench.process import FAREWELL_S
 from gptfast.bench.record import Drift, Protocol, Ratio
 from gptfast.bench.rows import busy, crowded, foreign_cpus
 from gptfast.bench.sitting import Sitting, Tell
@@ -48,8 +49,8 @@ ROUND_S = 1.0
 """A round has fewer steps where they would take longer."""
 CLOSING_S = 10.0
 """Kept for ending the processes, of which one that computes is given a while."""
-ROUNDS_SLACK = 1.3
-"""Rounds may take so many times what the warm-up promises."""
+SLACK = 1.3
+"""Rounds may take so many times what the warm-up promises, and a set-up what the last one took."""
 THE_PROFILE = "profile as it is"
 
 
@@ -296,7 +297,8 @@ class _Search:
 
     def sitting_s(self, n: int) -> float:
         """What setting `n` rungs up and measuring them beside the best takes, about."""
-        return n * self._set_up_s + self._rounds_s([self.best] * (n + 1))
+        # The one that is being tried when its time is over is seen off first.
+        return FAREWELL_S + SLACK * n * self._set_up_s + self._rounds_s([self.best] * (n + 1))
 
     def _try(self, move: Move, changed: Profile) -> None:
         try:
@@ -398,7 +400,7 @@ class _Search:
 
     def _rounds_s(self, standing: list[Attempt]) -> float:
         steps = self.protocol.rounds * (self.protocol.lead_in + self.protocol.steps)
-        return ROUNDS_SLACK * steps * sum(attempt.step_s for attempt in standing)
+        return SLACK * steps * sum(attempt.step_s for attempt in standing)
 
     def _note(
         self,
