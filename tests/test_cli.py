@@ -488,5 +488,6 @@ def test_train_json_is_how_the_run_ended(
         "best_val_loss": "inf",
         "stopped_by": None,
         "folder": "runs/a",
+        "first_step_s": None,
     }
     assert "a word" in shown.err

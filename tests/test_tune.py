@@ -557,6 +557,7 @@ def test_the_command_writes_shows_and_finds_it_again(
 
     monkeypatch.setattr(tune_module, "tune", search_nothing)
     monkeypatch.chdir(tmp_path)
+    before = time.monotonic()
     assert main(["tune", "--profile", "char", "--without", "fused-adamw", "--minutes", "3"]) == 0
     shown = capsys.readouterr().out
     assert "without dragging" in shown
@@ -570,6 +571,8 @@ def test_the_command_writes_shows_and_finds_it_again(
         *(3.0, ("fused-adamw",), None),
     )
     assert asked[1]["known"].plugins == {"flash": {}}
+    first, second = (one["began"] for one in asked)
+    assert before < first < second < time.monotonic()
     assert main(["config", "show", "--profile", "tuned"]) == 0
     (tmp_path / "gptfast.toml").write_text("[profiles.tuned]\n")
     assert main(["tune", "--profile", "char"]) == 2

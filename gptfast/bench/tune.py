@@ -62,6 +62,7 @@ def tune(
     known: Profile | None = None,
     without: Sequence[str] = (),
     protocol: Protocol | None = None,
+    began: float | None = None,
     tell: Tell,
     clock: Callable[[], float] = time.monotonic,
 ) -> Tuned:
@@ -71,13 +72,14 @@ def tune(
         minutes: after which it ends, whatever is left to try.
         known: what an earlier search found. It takes part where it trains the same.
         without: plugins that are not to be tried.
+        began: when the minutes did, on the clock. None: now.
         clock: in seconds.
 
     Raises:
         Refused: profile, data or device allow no run.
         GptfastError: not even the profile as it is runs here within the minutes.
     """
-    began = clock()
+    began = clock() if began is None else began
     found = registry.discover()
     registry.plan(loaded.profile, found=found, origins=loaded.origins)
     protocol = protocol or Protocol(rounds=ROUNDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,7 @@ def command(
     a time, measured by turns with the best so far; recipes stay as they are. The new profile says
     what was tried, what was kept and why. Tuned again, what was found before takes part.
     """
+    began = time.monotonic()  # importing torch is in the minutes too
     from gptfast.bench import tuned
     from gptfast.bench.tune import tune
 
@@ -71,6 +73,7 @@ def command(
         device=device,
         known=_known(app, path, name),
         without=ctx.params["without"],
+        began=began,
         tell=console.note,
     )
     for warning in found.warnings:
