@@ -30,6 +30,20 @@ def test_no_significant_difference_when_the_interval_holds_1() -> None:
     assert ratio == statistics.paired_ratio(noise, noise[::-1], PROTOCOL)
 
 
+def test_too_few_rounds_make_nothing_significant() -> None:
+    """Two pairs on one side of 1 are a coin thrown twice."""
+    for n in (2, 5, 6):
+        few = [1.1] * n
+        for ratio in (
+            statistics.paired_ratio(few, [1.0] * n, PROTOCOL),
+            statistics.unpaired_ratio(few, [1.0] * 8, PROTOCOL),
+        ):
+            assert ratio.low > 1
+            assert ratio.significant is (n == 6)
+            assert statistics.widened(ratio, 0.01).significant is (n == 6)
+            assert not statistics.widened(ratio, 0.2).significant
+
+
 @given(st.lists(st.tuples(st.floats(0.5, 2.0), st.floats(0.5, 2.0)), min_size=2, max_size=12))
 def test_the_interval_surrounds_the_median(times: list[tuple[float, float]]) -> None:
     reference, rung = zip(*times, strict=True)

@@ -100,25 +100,27 @@ def _pair(
 
 @dataclass(frozen=True)
 class _Times:
-    """A time and its bootstrap medians."""
+    """A time, its bootstrap medians, and of how many rounds they are."""
 
     value: float
     medians: Floats
+    n: int
 
     def over(self, other: _Times) -> _Times:
-        return _Times(self.value / other.value, self.medians / other.medians)
+        n = min(self.n, other.n)
+        return _Times(self.value / other.value, self.medians / other.medians, n)
 
 
 def _times(rung: Rung, protocol: Protocol, *, seed: int) -> _Times:
     assert rung.round_step_ms is not None, "the caller asks for rungs that ran"
     medians = resampled_medians(rung.round_step_ms, protocol, seed=seed)
     assert rung.step_ms is not None, "as above"
-    return _Times(rung.step_ms, medians)
+    return _Times(rung.step_ms, medians, len(rung.round_step_ms))
 
 
 def _over(a: _Times, b: _Times, protocol: Protocol) -> Ratio:
     quotient = a.over(b)
-    return from_resampled(quotient.value, quotient.medians, protocol, paired=False)
+    return from_resampled(quotient.value, quotient.medians, protocol, n=quotient.n, paired=False)
 
 
 def _differences(a: Bench, b: Bench) -> Iterator[tuple[str, str, str]]:

@@ -71,7 +71,8 @@ class Ratio:
     low: float
     high: float
     significant: bool
-    """False: the interval holds 1, there is no significant difference."""
+    """False: there is no significant difference, since the interval holds 1 or the rounds were too
+    few for one."""
     paired: bool = True
     """Whether rounds were compared that were neighbours in time."""
 

@@ -11,6 +11,7 @@ from gptfast.bench.conditions import Conditions
 from gptfast.bench.messages import MachineFacts
 from gptfast.bench.record import BaselineAgain, Bench, Control, Protocol, Rung
 from gptfast.bench.statistics import (
+    FEWEST_ROUNDS,
     drift,
     drift_allowed,
     judge,
@@ -20,8 +21,6 @@ from gptfast.bench.statistics import (
     spread,
 )
 
-FEWEST_ROUNDS = 6
-"""With fewer pairs not even the interval from the lowest to the highest covers 95 %."""
 BUSY_GPU_PERCENT = 10.0
 """A desktop's own pictures take a few."""
 

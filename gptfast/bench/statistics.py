@@ -15,6 +15,8 @@ from gptfast.bench.record import Drift, Protocol, Ratio, Verdict, Warmup
 from gptfast.plugin import Claim, Plugin, least_tolerance
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+FEWEST_ROUNDS = 6
+"""With fewer pairs not even the interval from the lowest to the highest covers 95 %."""
 
 
 def is_warm(seconds: Sequence[float], compiled: Sequence[int], protocol: Protocol) -> bool:
@@ -70,7 +72,7 @@ def paired_ratio(reference: Sequence[float], rung: Sequence[float], protocol: Pr
     """
     pairs = np.asarray(reference) / np.asarray(rung)
     medians = resampled_medians(pairs, protocol, seed=0)
-    return from_resampled(float(np.median(pairs)), medians, protocol, paired=True)
+    return from_resampled(float(np.median(pairs)), medians, protocol, n=len(pairs), paired=True)
 
 
 def unpaired_ratio(reference: Sequence[float], rung: Sequence[float], protocol: Protocol) -> Ratio:
@@ -81,7 +83,8 @@ def unpaired_ratio(reference: Sequence[float], rung: Sequence[float], protocol: 
     medians = resampled_medians(reference, protocol, seed=0) / resampled_medians(
         rung, protocol, seed=1
     )
-    return from_resampled(median(reference) / median(rung), medians, protocol, paired=False)
+    n = min(len(reference), len(rung))
+    return from_resampled(median(reference) / median(rung), medians, protocol, n=n, paired=False)
 
 
 def resampled_medians(values: Sequence[float] | Floats, protocol: Protocol, *, seed: int) -> Floats:
@@ -96,17 +99,25 @@ def resampled_medians(values: Sequence[float] | Floats, protocol: Protocol, *, s
     return medians
 
 
-def from_resampled(times: float, resampled: Floats, protocol: Protocol, *, paired: bool) -> Ratio:
-    """A ratio with the interval from percentile to percentile of its resampled values."""
+def from_resampled(
+    times: float, resampled: Floats, protocol: Protocol, *, n: int, paired: bool
+) -> Ratio:
+    """A ratio with the interval from percentile to percentile of its resampled values.
+
+    Args:
+        n: of how many rounds; with too few no difference is significant.
+    """
     tail = (1.0 - protocol.confidence) / 2.0
     low, high = map(float, np.quantile(resampled, [tail, 1.0 - tail]))
-    return Ratio(times, low, high, significant=not low <= 1.0 <= high, paired=paired)
+    significant = n >= FEWEST_ROUNDS and not low <= 1.0 <= high
+    return Ratio(times, low, high, significant=significant, paired=paired)
 
 
 def widened(ratio: Ratio, by: float) -> Ratio:
     """With an interval that allows for another factor of up to `1 + by` either way."""
     low, high = ratio.low / (1.0 + by), ratio.high * (1.0 + by)
-    return replace(ratio, low=low, high=high, significant=not low <= 1.0 <= high)
+    significant = ratio.significant and not low <= 1.0 <= high
+    return replace(ratio, low=low, high=high, significant=significant)
 
 
 def pays_back_steps(*, saved_ms: float, spent_s: float) -> int:

@@ -9,11 +9,16 @@ from gptfast.bench.compare import Comparison
 from gptfast.bench.overhead import ALLOWED, ALLOWED_HOOKS_US, Overhead
 from gptfast.bench.published import Ladder, published
 from gptfast.bench.record import LADDER, Bench, Ratio, Rung
+from gptfast.bench.statistics import FEWEST_ROUNDS
 
 MIB = 2**20
 GAP = 3
 """Blanks that a table puts between two columns, at most."""
 
+INSIGNIFICANT = (
+    "~ no significant difference: the 95 % interval holds 1, or is of fewer than "
+    f"{FEWEST_ROUNDS} rounds"
+)
 LONGEST_NAME = 60
 """Of an operator; bench.json has it whole."""
 
@@ -110,7 +115,7 @@ def title(bench: Bench) -> str:
 def remarks(bench: Bench) -> Iterator[str]:
     """What the table is too narrow for, a line each."""
     if any(r.over_before and not r.over_before.significant for r in bench.rungs):
-        yield "~ no significant difference: the 95 % interval holds 1"
+        yield INSIGNIFICANT
     if bench.kind != LADDER:
         yield "x full below 1: the profile is slower without that plugin, so there it pays"
     machine = bench.machine
@@ -269,7 +274,7 @@ def _time(ms: float | None, reason: str | None) -> str | None:
 
 def comparison_remarks(found: Comparison) -> Iterator[str]:
     """How to read the table, a line each."""
-    yield "~ no significant difference: the 95 % interval holds 1"
+    yield INSIGNIFICANT
     yield (
         "the two were not measured by turns: what changed in between is in the ratios; intervals "
         f"are widened by {found.drift:.1%}, the larger drift of the two baselines"

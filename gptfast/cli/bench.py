@@ -228,7 +228,7 @@ def _keep(folder: Path, files: Iterable[tuple[str, bytes]]) -> None:
 
 def _keep_paybacks(app: App, loaded: Loaded, result: Bench) -> None:
     """For trainings here, which leave out what does not pay in a run of their length."""
-    from gptfast.bench.rows import FEWEST_ROUNDS
+    from gptfast.bench.statistics import FEWEST_ROUNDS
     from gptfast.payback import keep_payback
     from gptfast.plugin import Payback
 
