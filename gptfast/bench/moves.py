@@ -14,8 +14,10 @@ from typing import Protocol as Interface
 
 from pydantic import ValidationError
 
+from gptfast.errors import Refused
 from gptfast.memory import micro_batches
 from gptfast.plugin import Claim, Plugin, Profile, Tries
+from gptfast.registry import Found
 
 Classes = Mapping[str, type[Plugin]]
 """All plugins that can be tried, by name."""
@@ -42,6 +44,18 @@ class Move:
     """Whose claim it puts to the test, because it switches that on or sets it."""
     leaves_out: bool = False
     """Whether something is left out by it, which is right where that brings nothing."""
+
+
+def classes_of(found: Mapping[str, Found], profile: Profile) -> Classes:
+    """All plugins that load; a broken one that the profile does not name is left alone."""
+    loaded = {}
+    for name, one in found.items():
+        try:
+            loaded[name] = one.load()
+        except Refused:
+            if name in profile.plugins:
+                raise
+    return loaded
 
 
 def tries(plugin: type[Plugin]) -> Tries | None:

@@ -24,9 +24,9 @@ from gptfast.bench.ladder import Bound, bound
 from gptfast.bench.moves import (
     BEFORE,
     MICRO_BATCH,
-    Classes,
     Move,
     as_before,
+    classes_of,
     equal,
     like,
     moves,
@@ -125,7 +125,7 @@ def search(
     before = there.look()
     end = began + minutes * 60 - CLOSING_S
     deadline = Deadline(end, clock=clock)
-    classes = _classes(there.profile, found)
+    classes = classes_of(found, there.profile)
     warnings: list[str] = []
     with ExitStack() as workers:
         sitting = Sitting(
@@ -176,25 +176,6 @@ def search(
         over_known=met.get(BEFORE),
         drift=run.drift,
         warnings=warnings,
-    )
-
-
-def _classes(profile: Profile, found: Mapping[str, Found]) -> Classes:
-    """All plugins that load; a broken one that the profile does not name is left alone."""
-    loaded = {}
-    for name, one in found.items():
-        try:
-            loaded[name] = one.load()
-        except Refused:
-            if name in profile.plugins:
-                raise
-    return loaded
-
-
-def _given_up(trial: Trial, better: str) -> str:
-    return (
-        f"at first it was ({trial.why}); at the end all changes together were slower than the "
-        f"{better}"
     )
 
 
@@ -368,9 +349,7 @@ class _Search:
             return over
         better = min(slower, key=lambda what: over[what].times)
         self.trials = [
-            replace(t, taken=False, why=_given_up(t, better))
-            if t.taken and t.over_best is not None and t.what != better
-            else t
+            t.given_up(better) if t.taken and t.over_best is not None and t.what != better else t
             for t in self.trials
         ]
         self.best, self.profile = rivals[better], others[better]

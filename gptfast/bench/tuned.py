@@ -6,7 +6,7 @@ import os
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,11 @@ class Trial:
         if self.over_best is None or not self.what.startswith("without "):
             return self.why
         return f"{self.why} without it"
+
+    def given_up(self, better: str) -> Trial:
+        """As it is said when all that was taken turned out slower than `better`."""
+        why = f"at first it was ({self.why}); at the end all changes together were slower than the"
+        return replace(self, taken=False, why=f"{why} {better}")
 
     def line(self) -> str:
         measured = f" x {ratio_cell(self.over_best)}," if self.over_best else ""
