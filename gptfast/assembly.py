@@ -16,7 +16,7 @@ from gptfast.data.batches import StoreWindows, WindowSource
 from gptfast.data.store import Store
 from gptfast.data.windows import WindowOrder
 from gptfast.hooks import Hooks
-from gptfast.memory import with_at_most
+from gptfast.memory import build_model, with_at_most
 from gptfast.model import GPT
 from gptfast.optim import PlainStepper, build_adamw, load_optimizer, remember_peaks
 from gptfast.plugin import Evaluated, Machine, Parts, Profile, Source, Stepper
@@ -100,7 +100,7 @@ def assembled(
         profile = with_at_most(hooks.configure(with_at_most(asked, fits)), fits)
         hooks.setup(profile, machine)
         torch.manual_seed(profile.train.seed)
-        raw_model = GPT(profile.model).to(machine.device)
+        raw_model = build_model(profile.model, machine.device)
         if checkpoint is not None:
             checkpoint.load_model(raw_model)
         model = hooks.wrap_model(raw_model)

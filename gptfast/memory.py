@@ -7,7 +7,8 @@ import gc
 import torch
 
 from gptfast.errors import GptfastError
-from gptfast.profile import Profile
+from gptfast.model import GPT, count_parameters
+from gptfast.profile import ModelConfig, Profile
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -30,6 +31,25 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
     elif device.type == "mps":
         torch.mps.empty_cache()
+
+
+def build_model(config: ModelConfig, device: torch.device) -> GPT:
+    """The model with its initial weights, on `device`.
+
+    Raises:
+        GptfastError: there is not memory enough for it.
+    """
+    try:
+        return GPT(config).to(device)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        with torch.device("meta"):
+            parameters = count_parameters(GPT(config))
+        raise GptfastError(
+            f"the model's {parameters:,} parameters, {4 * parameters / 1e9:,.1f} GB, do not fit "
+            f"into the memory of {device}: lower model.n_layer, model.n_embd or model.ngram_rows"
+        ) from error
 
 
 def micro_batches(batch_size: int) -> list[int]:

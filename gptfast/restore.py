@@ -17,6 +17,7 @@ from gptfast.errors import GptfastError, Refused
 from gptfast.evaluate import Score, evaluate
 from gptfast.hooks import Hooks
 from gptfast.machine import find_machine
+from gptfast.memory import build_model
 from gptfast.model import GPT
 from gptfast.plugin import Machine, Profile, Stage
 from gptfast.profile import validate
@@ -143,7 +144,7 @@ def restore(
     with random_state_kept(machine.device), Hooks(selection.enabled, note=note) as hooks:
         profile = hooks.configure(profile)
         hooks.setup(profile, machine)
-        raw_model = GPT(profile.model).to(machine.device)
+        raw_model = build_model(profile.model, machine.device)
         checkpoint.load_model(raw_model)
         model = hooks.wrap_model(raw_model).eval()
         if hooks.have_state:  # not otherwise: most of that file is the optimizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
@@ -292,6 +293,21 @@ def test_where_not_even_one_window_fits_one_line_says_what_to_do(
     error = capsys.readouterr().err.splitlines()[-1]
     assert "out of memory with a single window of 16 tokens" in error
     assert "use a smaller model" in error
+    tally("faults injected")
+
+
+@pytest.mark.parametrize("windows", ["auto", "12"])
+def test_a_model_that_memory_cannot_hold_is_one_line(
+    train: Train, capsys: Captured, windows: str, tally: Tally
+) -> None:
+    settings = ("--set", f"train.micro_batch={windows}", "--set", f"model.ngram_rows={10**15}")
+    assert train("--run", "one", *settings) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    if windows == "12":
+        assert re.search(r"32,0[\d,]* parameters, 128,000,000.0 GB, do not fit into the mem", error)
+    assert "model" in error
+    assert "bug" not in error
+    assert train("--run", "one") == 0, "the name is free"
     tally("faults injected")
 
 
