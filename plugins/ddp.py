@@ -10,7 +10,8 @@ processes share them, and a run can be resumed with another number.
 Costs: a copy of weights and optimizer for each process, and the gradients' way between devices.
 Each evaluates the whole of what is evaluated: that is simple and keeps their decisions equal. With
 dropout all drop the same units, of other windows: one random state is what a checkpoint holds.
-No help in one process: torchrun starts them, `torchrun --nproc-per-node 2 -m gptfast train ...`.
+No help in one process: torchrun starts them, `torchrun --nproc-per-node 2 -m -- gptfast train ...`;
+without `--` it takes `--run` for a shortened option of its own.
 Claim: exact but for the order of sums.
 Source: Li et al. 2020, PyTorch Distributed; https://docs.pytorch.org/docs/stable/ddp.html
 """
@@ -102,7 +103,8 @@ class Ddp(Plugin):
             return Support.no("this torch was built without torch.distributed")
         if machine.world < 2:
             return Support.no(
-                "there is one process: torchrun --nproc-per-node 2 -m gptfast train ... starts two"
+                "there is one process: "
+                "torchrun --nproc-per-node 2 -m -- gptfast train ... starts two"
             )
         return Support.yes(f"{machine.world} processes")
 

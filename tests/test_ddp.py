@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from torch.distributed.run import get_args_parser
 
 from gptfast.cli import main
 from gptfast.contract.tiny import write_tiny_store
@@ -199,6 +201,18 @@ def test_what_cannot_be_joined_is_refused_in_one_line(
     assert said in err
     assert err.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("option", [["--run", "a"], ["--resume", "--run", "a"], ["--stop-at", "3"]])
+def test_torchrun_leaves_our_options_to_us(option: list[str]) -> None:
+    """The command of the README, whatever is added to it."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    command = re.search(r"`torchrun (.*?)`", readme)
+    assert command is not None
+    asked = get_args_parser().parse_args([*command[1].split(), *option])
+    assert (asked.nproc_per_node, asked.module, asked.training_script) == ("2", True, "gptfast")
+    ours = ["train", "--profile", "gpt2-124m", "--plugin", "ddp"]
+    assert asked.training_script_args == [*ours, *option]
 
 
 def test_a_place_is_what_torchrun_says() -> None:
