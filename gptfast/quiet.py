@@ -11,7 +11,7 @@ from contextlib import contextmanager
 def unlogged_warnings() -> Iterator[None]:
     """Inside, warnings that are logged go nowhere: what a package lacks, told on import, say."""
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(max(before, logging.WARNING))
     try:
         yield
     finally:

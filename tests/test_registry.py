@@ -240,6 +240,16 @@ def test_warnings_are_unlogged_inside_alone(caplog: pytest.LogCaptureFixture) ->
     assert caplog.messages == ["broken", "old"]
 
 
+def test_what_was_unlogged_before_stays_so_inside(caplog: pytest.LogCaptureFixture) -> None:
+    logging.disable(logging.CRITICAL)
+    try:
+        with unlogged_warnings():
+            logging.getLogger("package").error("broken")
+    finally:
+        logging.disable(logging.NOTSET)
+    assert not caplog.messages
+
+
 # installed packages ----------------------------------------------------------------------------
 
 
