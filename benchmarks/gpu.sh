@@ -115,7 +115,7 @@ stage steps 150 "$python" benchmarks/nanogpt_steps.py --preset "$preset" --devic
     --data "$data" ${NANOGPT:+--nanogpt "$NANOGPT"} --rounds $rounds --steps $laps \
     --profiles "${profiles[@]}" --out "$out/steps.json"
 stage ladder 160 "$python" -m gptfast bench --config "$out/gptfast.toml" --profile ladder \
-    --device "$device" "${settings[@]}" --rounds $((rounds < 3 ? 2 : 3)) --steps $(((laps + 1) / 2)) \
+    --device "$device" "${settings[@]}" --rounds 6 --steps $(((laps + 1) / 3)) \
     --out "$out/ladder"
 if [ "$device" = cuda ]; then
     stage tests 90 "$python" -m pytest -q -m gpu tests
