@@ -21,10 +21,11 @@ dropout, other random numbers are drawn.
 A machine without a compiler, or whose cache folder cannot be written, is found out by compiling a
 line before anything is loaded.
 
-Over 400 lines: a plugin is one module, which imports no other.
 Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html;
 https://docs.pytorch.org/docs/stable/generated/torch.func.grad_and_value.html
 """
+
+# Over 400 lines: a plugin is one module, which imports no other.
 
 from __future__ import annotations
 
