@@ -135,7 +135,9 @@ def test_a_ladder_in_real_processes(
         assert "+ paced" in (tmp_path / "kept" / picture).read_text()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="process groups")
+@pytest.mark.skipif(
+    sys.platform == "win32", reason="Windows has no process groups to send Ctrl-C to"
+)
 def test_ctrl_c_ends_every_process_and_leaves_nothing(
     tmp_path: Path, package: Path, config: Path
 ) -> None:
@@ -555,7 +557,9 @@ def test_empty_hooks_are_counted_per_step(monkeypatch: pytest.MonkeyPatch) -> No
     assert bare.hooks_us(steps=500, rounds=3) == pytest.approx(0.0)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.skipif(
+    sys.platform == "win32", reason="Windows has no SIGKILL to tell a want of memory by"
+)
 def test_a_worker_that_the_system_kills_may_have_lacked_memory(
     tmp_path: Path, profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,7 +128,7 @@ def options(name: str, *, beside: str) -> dict[str, Any]:
     return {"backend": "eager", "joint": False}
 
 
-@pytest.mark.parametrize(("first", "second"), itertools.combinations(ROWS, 2))
+@pytest.mark.parametrize(("first", "second"), list(itertools.combinations(ROWS, 2)))
 def test_a_pair_trains_resumes_and_commutes_or_declares_a_conflict(
     first: str, second: str, tally: Callable[..., None]
 ) -> None:

@@ -256,7 +256,10 @@ def test_gradients_are_those_of_a_model_built_of_torchs_own_layers(attention: st
         )
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="no transformers")
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None,
+    reason="transformers is no dependency: install it to compare with it",
+)
 def test_logits_are_those_of_hugging_face() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

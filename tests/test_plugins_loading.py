@@ -37,7 +37,9 @@ from gptfast.runs import Run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
-needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="needs /proc to see a process that lives on"
+)
 
 
 @pytest.fixture(scope="module")
@@ -366,7 +368,7 @@ def may_mount() -> bool:
     )
 
 
-@pytest.mark.skipif(not may_mount(), reason="needs a mount namespace")
+@pytest.mark.skipif(not may_mount(), reason="only root or user namespaces can make /dev/shm small")
 @pytest.mark.parametrize(("size", "works"), [("16k", False), ("256k", True)])
 def test_little_shared_memory_is_enough_or_named(size: str, works: bool, tmp_path: Path) -> None:
     """LDR-03: only locks lie there; here a step is 520 kB."""

@@ -350,7 +350,10 @@ def test_a_folder_that_may_not_be_looked_into_is_not_passed_over(
         prepared(tmp_path, folder)
 
 
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux")
+@pytest.mark.skipif(
+    not Path("/proc/self/mem").exists(),
+    reason="only Linux has a file that opens and cannot be read",
+)
 def test_a_text_whose_disk_fails_is_one_line(tmp_path: Path) -> None:
     """The first page of a process cannot be read by anybody."""
     with pytest.raises(GptfastError, match=r"^/proc/self/mem: cannot be read \(Input/output error"):

@@ -295,7 +295,7 @@ def _parquet_rows(file: Input, reading: Reading) -> Iterator[_Row]:
         kind = table.schema_arrow.field(column).type
         try:
             pa.nulls(0, kind).cast(pa.large_binary())
-        except pa.ArrowNotImplementedError:
+        except pa.ArrowNotImplementedError:  # pyarrow's word for a cast that does not exist
             raise Refused(
                 f"{file.label}: column {column} is {kind}, which must be strings: choose another "
                 "--text-key"

@@ -333,7 +333,7 @@ def _texts_in(folder: Path, pattern: str | None) -> Iterator[Path]:
             known = pattern is not None or bare_name(path.name).suffix.lower() in FORMATS
             if known and not hidden and path.is_file():
                 yield path
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError) as error:  # the latter: pathlib's, of absolute ones
         raise Refused(
             f"--glob {pattern}: is no pattern for files of a folder ({error}): use one like *.py "
             "or src/**/*.py"
