@@ -1,9 +1,10 @@
-"""Puts the shipped profiles, which live at the top of the project, into the wheel."""
+"""Finds the packages, and puts the shipped profiles, which live at the top of the project, into
+the wheel."""
 
 import shutil
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 
@@ -14,4 +15,8 @@ class BuildWithProfiles(build_py):
             shutil.copyfile("gptfast.toml", Path(self.build_lib, "gptfast", "gptfast.toml"))
 
 
-setup(cmdclass={"build_py": BuildWithProfiles})
+setup(
+    # `plugins/` is imported under another name, which only a list can say.
+    packages=[*find_packages(include=["gptfast", "gptfast.*"]), "gptfast_plugins"],
+    cmdclass={"build_py": BuildWithProfiles},
+)

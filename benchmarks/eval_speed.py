@@ -22,8 +22,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from gptfast.bench.record import Protocol
-from gptfast.bench.statistics import paired_ratio
+from gptfast.bench.result.record import Protocol
+from gptfast.bench.result.statistics import paired_ratio
 
 BLOCK, BATCH = 64, 12
 Pass = Callable[[], float]
@@ -63,13 +63,13 @@ def nanogpt(checkout: Path, data: Path) -> Pass:
 
 
 def gptfast(profile: str, data: Path) -> Pass:
-    from gptfast import registry
     from gptfast.config import load
     from gptfast.data.store import Store
-    from gptfast.hooks import Hooks
-    from gptfast.machine import find_machine
-    from gptfast.session import with_vocabulary
-    from gptfast.trainer import Trainer
+    from gptfast.device.machine import find_machine
+    from gptfast.host import registry
+    from gptfast.host.hooks import Hooks
+    from gptfast.run.session import with_vocabulary
+    from gptfast.run.trainer import Trainer
 
     loaded = load(profile, overrides=[f"data.path={data}"], folder=Path.cwd())
     store, machine = Store.open(data), find_machine("cpu")

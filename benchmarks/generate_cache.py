@@ -16,10 +16,10 @@ from contextlib import nullcontext
 
 import torch
 
-from gptfast.generate import Sampling, generate_tokens, seeded
-from gptfast.machine import find_machine, synchronize
+from gptfast.device.machine import find_machine, synchronize
 from gptfast.model import GPT
 from gptfast.profile import PRESETS, ModelConfig
+from gptfast.run.generate import Sampling, generate_tokens, seeded
 
 VOCABULARY = {"char-small": 65, "char-base": 65}
 """Ids of the shapes that are used with characters; the others have GPT-2's."""

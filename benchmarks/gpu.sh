@@ -35,7 +35,7 @@ facts() {
     "$python" - "$device" <<'PYTHON'
 import json, platform, sys
 import torch
-from gptfast.machine import find_machine, measure_matmul_peak, peak_dtype
+from gptfast.device.machine import find_machine, measure_matmul_peak, peak_dtype
 
 machine = find_machine(sys.argv[1])
 facts = {

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gptfast.bench.record import Protocol
-from gptfast.bench.statistics import paired_ratio
+from gptfast.bench.result.record import Protocol
+from gptfast.bench.result.statistics import paired_ratio
 from gptfast.report import Listener, RunInfo, Silent
 
 
@@ -48,21 +48,22 @@ class Timed:
 
 def blocks(profile: str, data: Path, *, steps: int, rounds: int) -> dict[str, Any]:
     """Seconds of each block with and without the view, and of the view's methods."""
-    from gptfast import registry
     from gptfast.config import load
     from gptfast.console import Console, Look
+    from gptfast.console.live import training
     from gptfast.data.store import Store
-    from gptfast.hooks import Hooks
-    from gptfast.machine import find_machine
-    from gptfast.session import run_info, with_vocabulary
-    from gptfast.trainer import Trainer
+    from gptfast.device.machine import find_machine
+    from gptfast.host import registry
+    from gptfast.host.hooks import Hooks
+    from gptfast.run.session import run_info, with_vocabulary
+    from gptfast.run.trainer import Trainer
 
     changes = [f"data.path={data}", "train.steps=1000000", "train.eval_interval=0"]
     loaded = load(profile, overrides=[*changes, "train.save_interval=0"], folder=Path.cwd())
     machine = find_machine("cpu")
     console = Console(sys.stdout, sys.stderr, Look(width=100))
     assert console.is_terminal
-    with Store.open(data) as store, console.training() as view:
+    with Store.open(data) as store, training(console) as view:
         selection = registry.select(registry.plan(loaded.profile), machine, unsupported="skip")
         listener = Timed(view)
         with Trainer(

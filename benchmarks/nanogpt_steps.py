@@ -82,7 +82,7 @@ def nanogpt(
     import torch
 
     from gptfast.data.store import Store
-    from gptfast.machine import synchronize
+    from gptfast.device.machine import synchronize
 
     sys.path.insert(0, str(checkout))
     from model import GPT, GPTConfig  # type: ignore[import-not-found]  # of the checkout
@@ -158,14 +158,14 @@ def flops_per_step(recipe: Recipe, parameters: int) -> int:
 
 def gptfast(recipe: Recipe, profile: str, data: Path, device: str) -> Contender:
     """gptfast's own trainer on a shipped profile, perhaps changed."""
-    from gptfast import registry
     from gptfast.config import load
     from gptfast.data.store import Store
-    from gptfast.hooks import Hooks
-    from gptfast.machine import find_machine, synchronize
+    from gptfast.device.machine import find_machine, synchronize
+    from gptfast.host import registry
+    from gptfast.host.hooks import Hooks
     from gptfast.model import count_parameters
-    from gptfast.session import with_vocabulary
-    from gptfast.trainer import Trainer
+    from gptfast.run.session import with_vocabulary
+    from gptfast.run.trainer import Trainer
 
     name, *changes = re.split(r"(?=[+~])", profile)
     shape = ("n_layer", "n_head", "n_embd", "block_size")
@@ -215,7 +215,7 @@ def contend(build: Callable[[], Contender], device: str, pipe: Connection) -> No
     """A contender's process: answers each number of steps with (milliseconds a step, bytes)."""
     import torch
 
-    from gptfast.machine import peak_memory_bytes
+    from gptfast.device.machine import peak_memory_bytes
 
     contender = build()
     contender.laps(10)
@@ -323,7 +323,7 @@ def matmul_peak(device: str) -> float:
     """FLOP/s of the fastest large matmul, while the contenders wait."""
     import torch
 
-    from gptfast.machine import measure_matmul_peak, peak_dtype
+    from gptfast.device.machine import measure_matmul_peak, peak_dtype
 
     place = torch.device(device)
     return measure_matmul_peak(place, peak_dtype(place), seconds=1.0)

@@ -60,9 +60,9 @@ def main() -> None:
 
 def train_one_step(folder: Path, preset: str) -> None:
     from gptfast.config import load
-    from gptfast.data.prepare import prepare
+    from gptfast.data.prepare.prepare import prepare
     from gptfast.report import Silent
-    from gptfast.session import train
+    from gptfast.run.session import train
 
     (folder / "text.txt").write_text("To be or not to be, that is the question. " * 50)
     prepare([folder / "text.txt"], out=folder / "text-gpt2.h5")
@@ -79,10 +79,10 @@ def start(folder: Path) -> dict[str, float]:
     def lap() -> None:
         clock.append(time.perf_counter())
 
-    from gptfast.data.tokenizer import from_definition
-    from gptfast.generate import Sampling, generate_tokens, prompt_ids, seeded
-    from gptfast.restore import restore
-    from gptfast.runs import find_checkpoint
+    from gptfast.run.folder import find_checkpoint
+    from gptfast.run.generate import Sampling, generate_tokens, prompt_ids, seeded
+    from gptfast.run.restore import restore
+    from gptfast.tokenizers.tokenizer import from_definition
 
     lap()
     definition = find_checkpoint("start", parent=folder / "runs").tokenizer_definition()

@@ -22,8 +22,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from gptfast.bench.record import Protocol
-from gptfast.bench.statistics import paired_ratio
+from gptfast.bench.result.record import Protocol
+from gptfast.bench.result.statistics import paired_ratio
 
 QUICK_END = (
     *("train.steps=1", "train.log_interval=1", "train.warmup_steps=0"),

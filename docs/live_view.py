@@ -14,7 +14,7 @@ from pathlib import Path
 from gptfast import config
 from gptfast.console.picture import live_view_svg
 from gptfast.report import EvalRecord, Logged, RunInfo, Silent
-from gptfast.session import train
+from gptfast.run.session import train
 
 
 class Watcher(Silent):

@@ -24,3 +24,8 @@ class Stopped(GptfastError):
     def __init__(self, message: str, *, signum: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + signum
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 token`, `1,024 tokens`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"

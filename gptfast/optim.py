@@ -1,6 +1,6 @@
 """AdamW with decay on matrices only, and the learning rate of each step.
 
-Importing this module imports no torch: plugins take `decay_groups` through the contract.
+Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -9,30 +9,13 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from gptfast.errors import Refused
+from gptfast.helpers import decay_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from gptfast.profile import TrainConfig
-
-
-def decay_groups(
-    parameters: Iterable[tuple[str, Tensor]], weight_decay: float
-) -> list[dict[str, Any]]:
-    """Parameter groups: matrices with weight decay, biases and norms without; each tensor once.
-
-    Args:
-        parameters: (name, parameter) pairs, as of `model.named_parameters()`.
-    """
-    trained = [p for _, p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
 
 
 def build_adamw(model: nn.Module, train: TrainConfig) -> Optimizer:
@@ -45,18 +28,6 @@ def build_adamw(model: nn.Module, train: TrainConfig) -> Optimizer:
         betas=(train.beta1, train.beta2),
         foreach=False,
     )
-
-
-def doubling(step: int, *, start: int, whole: int, steps: int) -> int:
-    """A size that doubles from `start` until it is `whole`, in stages that share out `steps`.
-
-    Args:
-        step: from 1; from `steps + 1` on the size is `whole`.
-    """
-    sizes = [start]
-    while sizes[-1] < whole:
-        sizes.append(min(2 * sizes[-1], whole))
-    return sizes[min((step - 1) * (len(sizes) - 1) // steps, len(sizes) - 1)]
 
 
 def lr_factor(train: TrainConfig, step: int) -> float:

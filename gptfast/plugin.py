@@ -23,10 +23,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from gptfast.errors import GptfastError, Refused
-from gptfast.gradients import with_gradients
-from gptfast.optim import decay_groups, doubling
+from gptfast.helpers import decay_groups, doubling, unlogged_warnings, with_gradients
 from gptfast.profile import Profile
-from gptfast.quiet import unlogged_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -13,10 +13,10 @@ from typing import Any
 from bench_plugins import Half, Hungry
 from plugin_helpers import enabled
 
-from gptfast.bench.conditions import Conditions
-from gptfast.bench.gauge import Gauge
 from gptfast.bench.ladder import Bound, measure, measure_without
-from gptfast.bench.messages import (
+from gptfast.bench.measure.conditions import Conditions
+from gptfast.bench.measure.gauge import Gauge
+from gptfast.bench.measure.messages import (
     Built,
     Footprint,
     Lap,
@@ -25,12 +25,12 @@ from gptfast.bench.messages import (
     Phases,
     RungFailed,
 )
-from gptfast.bench.process import WorkerProcess
-from gptfast.bench.record import Bench, Protocol
-from gptfast.bench.worker import Desk
+from gptfast.bench.measure.process import WorkerProcess
+from gptfast.bench.measure.worker import Desk
+from gptfast.bench.result.record import Bench, Protocol
 from gptfast.contract.tiny import tiny_profile
+from gptfast.host.registry import Enabled
 from gptfast.plugin import Claim, Plugin, Profile
-from gptfast.registry import Enabled
 
 PROTOCOL = Protocol(steps=5, rounds=8, lead_in=1, resamples=2000)
 GIB = 2**30

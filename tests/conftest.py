@@ -65,7 +65,7 @@ def imports_set_aside() -> Iterator[None]:
 def one_look_at_the_peak() -> Iterator[None]:
     """Each training looks for a quarter of a second how fast this machine multiplies; of those in
     this process the first does, and its answer serves the others."""
-    from gptfast import session
+    from gptfast.run import session
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "measure_matmul_peak", cache(session.measure_matmul_peak))

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gptfast.data.prepare import Prepared, prepare
+from gptfast.data.prepare.prepare import Prepared, prepare
 from gptfast.data.store import Store
 
 INPUTS = Path(__file__).parent / "inputs"
@@ -53,7 +53,7 @@ SPENDS = """
 import json
 import sys
 from pathlib import Path
-from gptfast.data.prepare import prepare
+from gptfast.data.prepare.prepare import prepare
 
 text, out, proc = *map(Path, sys.argv[1:]), Path("/proc/self")
 made = prepare([text], out=out, tokenizer="bytes", force=True, workers=2)

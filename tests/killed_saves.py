@@ -22,11 +22,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from gptfast import config, session
-from gptfast.checkpoint import Checkpoint
+from gptfast import config
 from gptfast.contract.tiny import build_rig
 from gptfast.report import RunInfo, Silent
-from gptfast.runs import Run
+from gptfast.run import session
+from gptfast.run.checkpoint import Checkpoint
+from gptfast.run.folder import Run
 
 LONGEST_S = 0.2
 """Most that a round may live once it trains; a step with its save takes a fraction of that."""

@@ -13,8 +13,8 @@ from subprocess import CompletedProcess
 from typing import Any
 
 from gptfast.contract.tiny import Rig, build_rig
+from gptfast.host.registry import GROUP, Enabled, Found
 from gptfast.plugin import Plugin
-from gptfast.registry import GROUP, Enabled, Found
 
 ROOT = Path(__file__).parent.parent
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -84,42 +85,111 @@ def test_the_package_imports_no_plugin_and_knows_none_by_name(path: Path) -> Non
     assert not strings & built_in
 
 
-FLOORS = [
-    {"errors", "__version__"},
-    {"gradients", "place", "profile", "quiet"},
-    {"config", "model", "optim"},
-    {"plugin"},
-    {"data", "report"},
-    {"answers", "checkpoint", "console", "machine", "memory", "randomness", "registry"},
-    {"evaluate", "generate", "hooks", "payback", "provenance", "runs"},
-    {"assembly", "journal"},
-    {"trainer"},
-    {"fit", "rehearsal", "restore", "signals", "session"},
-    {"bench", "contract"},
-    {"cli", "__main__"},
-]
-"""A part may import of ours what stands on its own floor or below."""
+GROUND = "gptfast"
+"""The modules that lie loose in the package."""
+
+LOOSE_MODULES = 13
+ROOMS = 20
+ARROWS = 96
+"""At most so many: loose modules and folders of the package, and imports between two of them."""
+
+
+def room(path: Path) -> str:
+    """The folder of the package that a file is in; the loose modules are one room."""
+    parts = path.relative_to(PACKAGE).parts
+    return GROUND if len(parts) == 1 else parts[0]
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for path in files(PACKAGE):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def arrows() -> set[tuple[str, str]]:
+    """Pairs of modules of which the first imports the second, wherever in the file."""
+    known = modules()
+    found = set()
+    for module, path in known.items():
+        for name in imports(path):
+            if within(name, "gptfast"):
+                while name not in known:
+                    name = name.rpartition(".")[0]
+                found.add((module, name))
+    return {(a, b) for a, b in found if a != b and b != "gptfast"}
+
+
+@cache
+def house() -> dict[str, set[str]]:
+    """The table of docs/architecture.md: each folder, and which others it may import."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = text.partition("| folder | what it is for | may import |")[2].partition("\n\n")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]
+    ]
+    return {
+        folder.strip("`").rstrip("/"): {name.strip(" `/") for name in may.split(",") if name != "-"}
+        for folder, _, may in rows
+    }
+
+
+def test_the_documented_house_is_the_one_that_stands() -> None:
+    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert set(house()) == {GROUND, *folders}
 
 
 @pytest.mark.parametrize("path", files(PACKAGE), ids=ids)
-def test_the_arrows_run_one_way(path: Path) -> None:
-    floors = {part: number for number, floor in enumerate(FLOORS) for part in floor}
-    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    if part == "__init__":
+def test_a_file_imports_what_its_folder_may(path: Path) -> None:
+    if path.name == "__main__.py":  # the command itself
         return
-    assert part in floors, f"{part} is new: give it a floor"
-    names = {name.split(".")[1] for name in imports(path) if name.startswith("gptfast.")}
-    above = {name for name in names if floors[name] > floors[part]}
-    assert not above, f"imports {sorted(above)}, which stand above it"
+    known = modules()
+    (module,) = [name for name, file in known.items() if file == path]
+    wanted = {room(known[b]) for a, b in arrows() if a == module} - {room(path)}
+    assert wanted <= house()[room(path)], wanted - house()[room(path)]
 
 
-@pytest.mark.parametrize("part", ["data", "model.py", "profile.py", "config.py"])
-def test_data_model_and_profile_know_nothing_of_training(part: str) -> None:
-    place = PACKAGE / part
-    known = {"__version__", "data", "errors", "plugin", "profile"}
-    for path in files(place) if place.is_dir() else [place]:
-        names = {name.split(".")[1] for name in imports(path) if name.startswith("gptfast.")}
-        assert names <= known, f"{path.name} imports {sorted(names - known)}"
+def test_what_the_table_allows_is_needed_and_goes_one_way() -> None:
+    known = modules()
+    between = {(room(known[a]), room(known[b])) for a, b in arrows() if a != "gptfast.__main__"}
+    allowed = {(folder, other) for folder, others in house().items() for other in others}
+    assert allowed == {(a, b) for a, b in between if a != b}
+    assert not circles(allowed)
+
+
+def circles(pairs: set[tuple[str, str]]) -> set[str]:
+    """What is left when all that nobody points to, or that points to nobody, is taken away."""
+    while True:
+        tails, heads = {a for a, _ in pairs}, {b for _, b in pairs}
+        rest = {(a, b) for a, b in pairs if a in heads and b in tails}
+        if rest == pairs:
+            return {a for a, _ in pairs}
+        pairs = rest
+
+
+def test_circles_are_found() -> None:
+    assert circles({("a", "b"), ("b", "c"), ("c", "b"), ("c", "d")}) == {"b", "c"}
+    assert not circles({("a", "b"), ("b", "c"), ("a", "c")})
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert not circles(arrows())
+
+
+def test_the_house_stays_small(capsys: pytest.CaptureFixture[str]) -> None:
+    loose = [path.name for path in PACKAGE.glob("*.py")]
+    rooms = {module.split(".")[1] for module in modules() if module != "gptfast"}
+    between = {(a.split(".")[1], b.split(".")[1]) for a, b in arrows() if a != "gptfast"}
+    n_arrows = sum(a != b for a, b in between)
+    with capsys.disabled():
+        print(f"\n{len(loose)} loose modules, {len(rooms)} rooms, {n_arrows} arrows")  # noqa: T201
+    assert len(loose) <= LOOSE_MODULES
+    assert len(rooms) <= ROOMS
+    assert n_arrows <= ARROWS
 
 
 @pytest.mark.parametrize("path", files(PACKAGE / "cli"), ids=ids)

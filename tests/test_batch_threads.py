@@ -11,7 +11,7 @@ import pytest
 import torch
 from gptfast_plugins.batch_threads import BatchThreads
 
-from gptfast.machine import find_machine
+from gptfast.device.machine import find_machine
 from gptfast.model import GPT
 from gptfast.plugin import Context
 from gptfast.profile import ModelConfig, Profile

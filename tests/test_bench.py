@@ -26,14 +26,14 @@ from bench_helpers import AtHand
 from bench_plugins import Elsewhere
 from plugin_helpers import ROOT, gptfast
 
-from gptfast.bench import bare, phases, rung, worker
-from gptfast.bench.conditions import conditions
-from gptfast.bench.messages import RungFailed
-from gptfast.bench.phases import Stopwatch
-from gptfast.bench.process import WorkerProcess
+from gptfast.bench.measure import bare, phases, rung, worker
+from gptfast.bench.measure.conditions import conditions
+from gptfast.bench.measure.messages import RungFailed
+from gptfast.bench.measure.phases import Stopwatch
+from gptfast.bench.measure.process import WorkerProcess
 from gptfast.cli import main
 from gptfast.contract.tiny import tiny_profile, write_tiny_store
-from gptfast.gradients import with_gradients
+from gptfast.helpers import with_gradients
 from gptfast.plugin import Profile
 
 

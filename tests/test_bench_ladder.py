@@ -28,14 +28,14 @@ from bench_helpers import (
 from bench_plugins import Half
 from plugin_helpers import enabled
 
-from gptfast.bench.conditions import Gpu
-from gptfast.bench.gauge import Gauge
 from gptfast.bench.ladder import ladder_order, without
-from gptfast.bench.messages import Phases, RungFailed
+from gptfast.bench.measure.conditions import Gpu
+from gptfast.bench.measure.gauge import Gauge
+from gptfast.bench.measure.messages import Phases, RungFailed
 from gptfast.bench.overhead import measure_overhead
-from gptfast.bench.published import Ladder, published
-from gptfast.bench.record import Rung
-from gptfast.bench.table import remarks
+from gptfast.bench.result.published import Ladder, published
+from gptfast.bench.result.record import Rung
+from gptfast.bench.result.table import remarks
 from gptfast.errors import GptfastError
 from gptfast.plugin import Plugin
 

@@ -29,14 +29,14 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from plugin_helpers import enabled
 
-from gptfast.bench.compare import compare
-from gptfast.bench.conditions import Gpu
-from gptfast.bench.messages import Operator
+from gptfast.bench.measure.conditions import Gpu
+from gptfast.bench.measure.messages import Operator
 from gptfast.bench.overhead import measure_overhead
-from gptfast.bench.pictures import PHASES, bars, pictures, stacked_bars
-from gptfast.bench.published import published
-from gptfast.bench.record import Bench, Ratio, read
-from gptfast.bench.table import (
+from gptfast.bench.result.compare import compare
+from gptfast.bench.result.pictures import PHASES, bars, pictures, stacked_bars
+from gptfast.bench.result.published import published
+from gptfast.bench.result.record import Bench, Ratio, read
+from gptfast.bench.result.table import (
     breakdown_remarks,
     breakdown_table,
     comparison_remarks,

@@ -9,9 +9,9 @@ from bench_helpers import PROTOCOL
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptfast.bench import statistics
-from gptfast.bench.conditions import CpuUse, conditions, gpu_state
-from gptfast.bench.record import Drift, Protocol
+from gptfast.bench.measure.conditions import CpuUse, conditions, gpu_state
+from gptfast.bench.result import statistics
+from gptfast.bench.result.record import Drift, Protocol
 from gptfast.plugin import ORDER_SLACK, Claim, Plugin
 
 
@@ -236,7 +236,7 @@ def test_this_machine_says_how_it_is() -> None:
 
 
 def test_what_others_compute_is_told_from_what_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gptfast.bench import conditions as module
+    from gptfast.bench.measure import conditions as module
 
     monkeypatch.setattr(module, "_busy_s", iter([100.0, 107.0]).__next__)
     monkeypatch.setattr(module, "_our_s", iter([10.0, 14.5]).__next__)

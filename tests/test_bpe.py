@@ -26,12 +26,12 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from gptfast.cli import main
 from gptfast.data.store import Store
-from gptfast.data.tokenizer import from_definition, load_tokenizer
-from gptfast.data.vocabularies import training
-from gptfast.data.vocabularies.bpe import PATTERNS, Bpe
-from gptfast.data.vocabularies.hugging_face import HuggingFace
-from gptfast.data.vocabularies.training import train_bpe
 from gptfast.errors import Refused
+from gptfast.tokenizers import training
+from gptfast.tokenizers.bpe import PATTERNS, Bpe
+from gptfast.tokenizers.hugging_face import HuggingFace
+from gptfast.tokenizers.tokenizer import from_definition, load_tokenizer
+from gptfast.tokenizers.training import train_bpe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 END = "<|endoftext|>"
@@ -79,7 +79,7 @@ def test_the_same_corpus_gives_the_same_ids() -> None:
     """Also in a process with other hashes of strings and other threads."""
     code = """
 import hashlib, json, sys
-from gptfast.data.vocabularies.training import train_bpe
+from gptfast.tokenizers.training import train_bpe
 text = sys.stdin.read()
 bpe = train_bpe(900, [text[n : n + 1000] for n in range(0, len(text), 1000)])
 print(hashlib.sha256(json.dumps(bpe.definition()).encode()).hexdigest())
@@ -614,7 +614,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_document_too_long_to_be_seen_whole_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gptfast.data.prepare._WHOLE", 100)
+    monkeypatch.setattr("gptfast.data.prepare.prepare._WHOLE", 100)
     built("unigram").save(str(tmp_path / "tokenizer.json"))
     for n in (100, 101):
         (tmp_path / "a.jsonl").write_text('{"text": "low"}\n' + json.dumps({"text": "a" * n}))

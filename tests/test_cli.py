@@ -457,7 +457,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         values["listener"].note("a word")
         return Finished(3, 0.5, 2.25, None, float("inf"), None, "runs/a")
 
-    monkeypatch.setitem(sys.modules, "gptfast.session", SimpleNamespace(train=train))
+    monkeypatch.setitem(sys.modules, "gptfast.run.session", SimpleNamespace(train=train))
     return given
 
 

@@ -24,6 +24,7 @@ from gptfast.contract.check import (
     check_plugin,
 )
 from gptfast.errors import Refused
+from gptfast.host.registry import OURS, discover
 from gptfast.plugin import (
     Claim,
     Context,
@@ -34,7 +35,6 @@ from gptfast.plugin import (
     Stepped,
     Want,
 )
-from gptfast.registry import OURS, discover
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS: dict[str, dict[str, Any]] = {
@@ -107,7 +107,7 @@ def test_a_shipped_plugin_keeps_its_promises(
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ROWS)
 def test_a_shipped_plugin_keeps_its_promises_on_a_gpu(name: str) -> None:
-    from gptfast.machine import find_machine
+    from gptfast.device.machine import find_machine
 
     promises = check_plugin(name, ROWS[name], machine=find_machine("cuda"))
     assert broken(promises) == []

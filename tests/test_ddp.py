@@ -21,8 +21,8 @@ from torch.distributed.run import get_args_parser
 
 from gptfast.cli import main
 from gptfast.contract.tiny import write_tiny_store
+from gptfast.device.place import Place
 from gptfast.errors import Refused
-from gptfast.place import Place
 
 ROOT = Path(__file__).parent.parent
 PROFILE = """

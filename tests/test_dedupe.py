@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptfast.cli import main
-from gptfast.data import dedupe
-from gptfast.data.dedupe import Copies, ExactCopies, NearCopies, shingles
-from gptfast.data.selection import Selection
+from gptfast.data.prepare import dedupe
+from gptfast.data.prepare.dedupe import Copies, ExactCopies, NearCopies, shingles
+from gptfast.data.prepare.selection import Selection
 from gptfast.errors import Refused
 
 BOTH = [ExactCopies, NearCopies]
@@ -111,7 +111,7 @@ def test_a_very_long_document_is_compared_exactly(monkeypatch: pytest.MonkeyPatc
 def test_hashes_do_not_depend_on_the_process() -> None:
     """Which copy is kept is the same tomorrow."""
     script = (
-        "from gptfast.data.dedupe import NearCopies\n"
+        "from gptfast.data.prepare.dedupe import NearCopies\n"
         "n = NearCopies()\n"
         "for text in ('one ' * 40, 'two three ' * 9): n.feed(text); n.end()\n"
         "n.found(); print(bytes(n._keys).hex())\n"

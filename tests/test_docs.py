@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gptfast import config, registry
+from gptfast import config
+from gptfast.host import registry
 from gptfast.plugin import Plugin
 
 PROJECT = Path(__file__).parent.parent

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gptfast.data import encoding, packing
-from gptfast.data.corpus import Chunks, survey
-from gptfast.data.encoding import encode
-from gptfast.data.formats import STRICT
-from gptfast.data.plan import plan
-from gptfast.data.sources import Source
-from gptfast.data.vocabularies.bpe import PATTERNS, Bpe
-from gptfast.data.vocabularies.encoders import encoder_for
+from gptfast.data.prepare import encoding, packing
+from gptfast.data.prepare.corpus import Chunks, survey
+from gptfast.data.prepare.encoding import encode
+from gptfast.data.prepare.formats import STRICT
+from gptfast.data.prepare.plan import plan
+from gptfast.data.prepare.sources import Source
+from gptfast.tokenizers.bpe import PATTERNS, Bpe
+from gptfast.tokenizers.encoders import encoder_for
 
 spiky = st.lists(
     st.sampled_from(

@@ -26,14 +26,14 @@ from torch import nn
 from gptfast.cli import main
 from gptfast.config import load
 from gptfast.data.store import Store
-from gptfast.data.tokenizer import load_tokenizer
-from gptfast.evaluate import Score, eval_batches, evaluate
 from gptfast.model import GPT
 from gptfast.profile import ModelConfig
 from gptfast.report import Silent
-from gptfast.restore import Restored, restore
-from gptfast.runs import Run
-from gptfast.session import train
+from gptfast.run.evaluate import Score, eval_batches, evaluate
+from gptfast.run.folder import Run
+from gptfast.run.restore import Restored, restore
+from gptfast.run.session import train
+from gptfast.tokenizers.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -443,7 +443,7 @@ def test_a_seed_is_a_text_streamed_or_not(cli: Cli) -> None:
 
 def test_a_half_character_is_never_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GEN-09: 'a👩b' through the streaming printer."""
-    from gptfast import generate as module
+    from gptfast.run import generate as module
 
     ids = [int(i) for i in load_tokenizer("gpt2").encode("a👩b")]
     monkeypatch.setattr(module, "generate_tokens", lambda *args, **options: iter(ids))

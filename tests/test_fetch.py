@@ -20,8 +20,8 @@ import pytest
 from data_helpers import only
 from flaky_site import Site, flaky_site
 
-from gptfast.data import fetch as fetch_module
-from gptfast.data.fetch import fetch, size_of
+from gptfast.data.prepare import fetch as fetch_module
+from gptfast.data.prepare.fetch import fetch, size_of
 from gptfast.errors import GptfastError
 
 CONTENT = random.Random(7).randbytes(300_000)
@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_comes(
 
 def test_a_full_disk_keeps_what_has_come(site: Site, tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from gptfast.data.fetch import fetch\n"
+        "import sys; from pathlib import Path; from gptfast.data.prepare.fetch import fetch\n"
         "from gptfast.errors import GptfastError\n"
         "try: fetch(sys.argv[1], Path(sys.argv[2]), sha256=None, note=print)\n"
         "except GptfastError as error: sys.exit(str(error))\n"

@@ -25,7 +25,7 @@ from gptfast.data.foreign import GPT2, LLAMA3, Vocabulary
 from gptfast.data.nanogpt_meta import read_meta, written_meta
 from gptfast.data.store import Store
 from gptfast.errors import GptfastError, Refused
-from gptfast.session import with_vocabulary
+from gptfast.run.session import with_vocabulary
 
 TINY = (
     *("model.n_layer=1", "model.n_head=1", "model.n_embd=8", "model.block_size=8"),

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gptfast.data.tokenizer import Bytes, Characters, load_tokenizer
 from gptfast.errors import GptfastError, Refused
-from gptfast.generate import (
+from gptfast.model import GPT
+from gptfast.profile import ModelConfig
+from gptfast.run.generate import (
     Sampling,
     choose,
     context_start,
@@ -22,8 +23,7 @@ from gptfast.generate import (
     sample_text,
     seeded,
 )
-from gptfast.model import GPT
-from gptfast.profile import ModelConfig
+from gptfast.tokenizers.tokenizer import Bytes, Characters, load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")

@@ -18,12 +18,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gptfast.cli import main
-from gptfast.data.tokenizer import load_tokenizer
-from gptfast.data.vocabularies import encoders
-from gptfast.data.vocabularies.bpe import PATTERNS, Bpe, unreachable
-from gptfast.data.vocabularies.encoders import Gigatoken, encoder_for
-from gptfast.data.vocabularies.training import train_bpe
 from gptfast.errors import GptfastError, Refused
+from gptfast.tokenizers import encoders
+from gptfast.tokenizers.bpe import PATTERNS, Bpe, unreachable
+from gptfast.tokenizers.encoders import Gigatoken, encoder_for
+from gptfast.tokenizers.tokenizer import load_tokenizer
+from gptfast.tokenizers.training import train_bpe
 
 END = "<|endoftext|>"
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gptfast.contract.process import differences, process_state
+from gptfast.device.machine import find_machine
 from gptfast.errors import GptfastError, Refused
-from gptfast.hooks import Hooks
-from gptfast.machine import find_machine
+from gptfast.host.hooks import Hooks
 from gptfast.optim import PlainStepper, set_rates
 from gptfast.plugin import (
     Context,

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from plugin_helpers import enabled, found, rig_of
 from torch import Tensor, nn
 
-from gptfast import registry
 from gptfast.cli import main
 from gptfast.contract.tiny import STEPS, Rig, copied, require_equal_tensors, write_tiny_store
-from gptfast.fit import first_that_fits
-from gptfast.memory import micro_batches
+from gptfast.device.memory import micro_batches
+from gptfast.host import registry
 from gptfast.optim import PlainStepper
 from gptfast.plugin import Options, Plugin, Stage, Stepped, Stepper, Want
-from gptfast.runs import Run
+from gptfast.run.fit import first_that_fits
+from gptfast.run.folder import Run
 
 Tally = Callable[..., None]
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptfast.cli import main
-from gptfast.data.corpus import Survey
-from gptfast.data.formats import Tally
-from gptfast.data.plan import Plan, plan
-from gptfast.data.sources import Source
+from gptfast.data.prepare.corpus import Survey
+from gptfast.data.prepare.formats import Tally
+from gptfast.data.prepare.plan import Plan, plan
+from gptfast.data.prepare.sources import Source
 from gptfast.data.store import Store
 
 # the plan ----------------------------------------------------------------------------------------

@@ -27,16 +27,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gptfast import registry, runs, session
-from gptfast.checkpoint import Checkpoint, replace_text, save_checkpoint
 from gptfast.cli import main
 from gptfast.contract.tiny import write_tiny_store
 from gptfast.errors import Refused
+from gptfast.files import replace_text
+from gptfast.host import registry
 from gptfast.optim import PlainStepper
 from gptfast.plugin import Evaluated, Plugin, Stepped, Stepper, Want
-from gptfast.runs import Run, only_writer
-from gptfast.signals import signals_stop
-from gptfast.trainer import Trainer
+from gptfast.run import folder as run_folder
+from gptfast.run import session
+from gptfast.run.checkpoint import Checkpoint, save_checkpoint
+from gptfast.run.folder import Run, only_writer
+from gptfast.run.signals import signals_stop
+from gptfast.run.trainer import Trainer
 
 MARKER = "PICKLE-CODE-RAN"
 
@@ -658,7 +661,7 @@ def test_a_disk_full_at_a_small_file_is_said_so_and_loses_no_step(
 
     (run.folder / "best").unlink(missing_ok=True)
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "replace_text", full)
+        patch.setattr(run_folder, "replace_text", full)
         assert resume("--stop-at", "7", "--set", "train.eval_interval=7") == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert f"{name}: cannot be written (No space left on device): free disk space" in error
@@ -696,7 +699,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from gptfast.errors import Refused
-from gptfast.runs import only_writer
+from gptfast.run.folder import only_writer
 try:
     with only_writer(Path({folder!r})):
         pass

@@ -9,14 +9,14 @@ import pytest
 from gptfast_plugins.compile import Compile, worth
 from plugin_helpers import enabled
 
-from gptfast import session
 from gptfast.config import Loaded, load
 from gptfast.contract.tiny import write_tiny_store
-from gptfast.machine import find_machine
-from gptfast.payback import FOLDER, keep_payback, known_payback
+from gptfast.device.machine import find_machine
+from gptfast.host.payback import FOLDER, keep_payback, known_payback
+from gptfast.host.registry import select
 from gptfast.plugin import Machine, Payback, Plugin, Profile, Support
-from gptfast.registry import select
 from gptfast.report import RunInfo, Silent
+from gptfast.run import session
 
 PROFILE = """
 [model]

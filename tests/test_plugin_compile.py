@@ -20,15 +20,15 @@ from gptfast_plugins.compile import Compile, JointLoss, compile_loss, explain
 from plugin_helpers import enabled
 from torch._dynamo.utils import counters
 
-from gptfast import registry
 from gptfast.contract.tiny import Rig, build_rig
+from gptfast.device.machine import find_machine
 from gptfast.errors import GptfastError, Refused
-from gptfast.generate import Sampling, generate_tokens
-from gptfast.machine import find_machine
+from gptfast.host import registry
+from gptfast.host.registry import discover
 from gptfast.model import GPT
 from gptfast.profile import ModelConfig
-from gptfast.registry import discover
-from gptfast.runs import Run
+from gptfast.run.folder import Run
+from gptfast.run.generate import Sampling, generate_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parent.parent
@@ -233,7 +233,7 @@ def test_what_cannot_be_one_graph_is_two_and_says_so() -> None:
 # where nothing can be compiled -----------------------------------------------------------------
 
 PROBE = """
-from gptfast.machine import find_machine
+from gptfast.device.machine import find_machine
 from gptfast_plugins.compile import Compile
 support = Compile(Compile.Options()).supports(find_machine("cpu"))
 print(support.ok, support.reason)

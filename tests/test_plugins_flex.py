@@ -13,14 +13,14 @@ from plugin_helpers import enabled
 from torch import Tensor
 
 from gptfast.contract.tiny import build_rig
+from gptfast.device.machine import find_machine
 from gptfast.errors import Refused
-from gptfast.generate import Sampling, generate_tokens, seeded
-from gptfast.hooks import Hooks
-from gptfast.machine import find_machine
+from gptfast.host.hooks import Hooks
+from gptfast.host.registry import discover
 from gptfast.model import GPT
 from gptfast.plugin import Machine, Profile
 from gptfast.profile import ModelConfig
-from gptfast.registry import discover
+from gptfast.run.generate import Sampling, generate_tokens, seeded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = find_machine("cpu")

@@ -28,14 +28,14 @@ from torch.nn.attention import (
 )
 
 from gptfast.contract.tiny import STEPS, Rig, build_rig, require_equal_tensors
+from gptfast.device.machine import find_machine
 from gptfast.errors import Refused
-from gptfast.hooks import Hooks
-from gptfast.machine import find_machine
+from gptfast.host.hooks import Hooks
+from gptfast.host.registry import discover
 from gptfast.model import GPT, token_loss
 from gptfast.plugin import Machine, Plugin, Profile, Stage, Stepped, Want
 from gptfast.profile import ModelConfig
-from gptfast.registry import discover
-from gptfast.runs import Run
+from gptfast.run.folder import Run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = find_machine("cpu")

@@ -33,7 +33,7 @@ from gptfast.data.windows import WindowOrder
 from gptfast.errors import GptfastError, Refused
 from gptfast.plugin import Batch, Evaluated, Parts, Plugin, Profile, Source, Stepped, Want
 from gptfast.profile import TrainConfig
-from gptfast.runs import Run
+from gptfast.run.folder import Run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")

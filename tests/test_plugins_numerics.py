@@ -32,14 +32,14 @@ from torch.nn import functional
 
 from gptfast.contract.tiny import Recorder
 from gptfast.data.store import Store
+from gptfast.device.machine import find_machine
 from gptfast.errors import Refused
-from gptfast.hooks import Hooks
-from gptfast.machine import find_machine
+from gptfast.host.hooks import Hooks
+from gptfast.host.registry import Enabled
 from gptfast.model import GPT, IGNORE, KVCache, count_parameters, token_loss
 from gptfast.plugin import Machine
 from gptfast.profile import ModelConfig, Profile
-from gptfast.registry import Enabled
-from gptfast.trainer import Trainer
+from gptfast.run.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 20

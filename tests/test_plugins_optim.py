@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gptfast.contract.tiny import Rig, build_rig, copied, require_equal_tensors
+from gptfast.device.machine import find_machine
 from gptfast.errors import Refused
-from gptfast.hooks import Hooks
-from gptfast.machine import find_machine
+from gptfast.host.hooks import Hooks
 from gptfast.model import GPT
 from gptfast.optim import build_adamw
 from gptfast.plugin import Machine, Plugin, Stepped, Stepper, Want
 from gptfast.profile import ModelConfig, Profile
-from gptfast.runs import Run
+from gptfast.run.folder import Run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

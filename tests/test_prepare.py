@@ -39,10 +39,10 @@ from data_helpers import (
 )
 
 from gptfast.cli import main
-from gptfast.data import encoding, packing, selection, shakespeare, sources, writer
-from gptfast.data.formats import Reading
-from gptfast.data.prepare import default_out, prepare
-from gptfast.data.sources import Surroundings, find
+from gptfast.data.prepare import encoding, packing, selection, shakespeare, sources, writer
+from gptfast.data.prepare.formats import Reading
+from gptfast.data.prepare.prepare import default_out, prepare
+from gptfast.data.prepare.sources import Surroundings, find
 from gptfast.data.store import Store
 from gptfast.data.windows import WindowOrder
 from gptfast.errors import GptfastError, Refused

@@ -36,13 +36,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptfast.cli import main
-from gptfast.data import encoding, packing, selection
-from gptfast.data.formats import Reading, Tally, read_pieces
-from gptfast.data.packing import Input, unpacked
-from gptfast.data.prepare import prepare
+from gptfast.data.prepare import encoding, packing, selection
+from gptfast.data.prepare.formats import Reading, Tally, read_pieces
+from gptfast.data.prepare.packing import Input, unpacked
+from gptfast.data.prepare.prepare import prepare
 from gptfast.data.store import Store
-from gptfast.data.tokenizer import load_tokenizer
 from gptfast.errors import GptfastError, Refused
+from gptfast.tokenizers.tokenizer import load_tokenizer
 
 PACKED = INPUTS / "compressed"
 JSONL = INPUTS / "jsonl"

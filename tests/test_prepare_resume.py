@@ -24,13 +24,13 @@ from data_helpers import TEXT, needs_proc, only, prepared, spent, tiny_shakespea
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gptfast.data import encoding, job, journal, packing, writer
-from gptfast.data.formats import Reading
-from gptfast.data.selection import Selection
-from gptfast.data.tokenizer import load_tokenizer
-from gptfast.data.vocabularies.plain import Bytes
-from gptfast.data.writer import Draft
+from gptfast.data.prepare import encoding, job, packing, progress, writer
+from gptfast.data.prepare.formats import Reading
+from gptfast.data.prepare.selection import Selection
+from gptfast.data.prepare.writer import Draft
 from gptfast.errors import GptfastError, Refused
+from gptfast.tokenizers.plain import Bytes
+from gptfast.tokenizers.tokenizer import load_tokenizer
 
 Sources = list[Path]
 
@@ -146,14 +146,14 @@ def test_too_small_a_disk_is_refused_before_any_work(
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A point in the journal after each few characters, there before the next are encoded."""
-    keep = journal.Journal.keep
+    keep = progress.Journal.keep
 
-    def keep_now(log: journal.Journal, point: journal.Point, *, file: int) -> None:
+    def keep_now(log: progress.Journal, point: progress.Point, *, file: int) -> None:
         keep(log, point, file=file)
         log.settle()
 
-    monkeypatch.setattr(journal.Journal, "keep", keep_now)
-    monkeypatch.setattr(journal, "_EVERY_S", 0)
+    monkeypatch.setattr(progress.Journal, "keep", keep_now)
+    monkeypatch.setattr(progress, "_EVERY_S", 0)
     monkeypatch.setattr(packing, "BLOCK", 200)
     monkeypatch.setattr(encoding, "_BATCH", 100)
 
@@ -371,7 +371,7 @@ def test_what_is_gone_on_with_is_ours_before_it_is_written(tmp_path: Path) -> No
     assert killed(tmp_path, one_text(tmp_path), after=12, tokenizer="bytes")
     for path in tmp_path.glob(".*"):
         os.utime(path, (1_000_000_000, 1_000_000_000))
-    found = journal.find_unfinished(tmp_path / "corpus.h5")
+    found = progress.find_unfinished(tmp_path / "corpus.h5")
     assert found is not None
     found.take_over(tmp_path / "corpus.h5")
     ages = [time.time() - path.stat().st_mtime for path in tmp_path.glob(".*")]
@@ -384,10 +384,10 @@ def test_what_is_gone_on_with_is_ours_before_it_is_written(tmp_path: Path) -> No
 SLOW = """
 import sys, time
 from gptfast.cli import main
-from gptfast.data import encoding, journal, packing
-from gptfast.data.vocabularies.plain import Bytes
+from gptfast.data.prepare import encoding, progress, packing
+from gptfast.tokenizers.plain import Bytes
 
-journal._EVERY_S, packing.BLOCK, encoding._BATCH = 0.05, 2000, 2000
+progress._EVERY_S, packing.BLOCK, encoding._BATCH = 0.05, 2000, 2000
 encode = Bytes.encode
 def slowly(self, text):
     time.sleep(0.01)

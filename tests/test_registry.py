@@ -18,11 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plugin_helpers import enabled, found, gptfast
 
-from gptfast import registry
 from gptfast.cli import main
 from gptfast.contract.skeleton import skeleton, write_skeleton
+from gptfast.device.machine import find_machine
 from gptfast.errors import Refused
-from gptfast.machine import find_machine
+from gptfast.host import registry
+from gptfast.host.registry import Found, Skipped, order, plan, reasons, select
 from gptfast.plugin import (
     Machine,
     Options,
@@ -32,7 +33,6 @@ from gptfast.plugin import (
     Support,
     unlogged_warnings,
 )
-from gptfast.registry import Found, Skipped, order, plan, reasons, select
 
 
 class Knobs(Options):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gptfast import session
 from gptfast.config import load
-from gptfast.data.prepare import prepare
+from gptfast.data.prepare.prepare import prepare
 from gptfast.report import Finished, RunInfo, Silent
+from gptfast.run import session
 
 PROFILE = """
 [model]

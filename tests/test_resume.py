@@ -12,16 +12,16 @@ from plugin_helpers import found
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gptfast import registry
 from gptfast.cli import main
 from gptfast.contract.tiny import build_rig, write_tiny_store
-from gptfast.machine import find_machine
+from gptfast.device.machine import find_machine
+from gptfast.host import registry
+from gptfast.host.registry import discover
 from gptfast.model import GPT
 from gptfast.optim import PlainStepper
 from gptfast.plugin import Evaluated, Plugin, Profile, Stepped, Stepper, Want
-from gptfast.registry import discover
-from gptfast.rehearsal import differences, everything_in
-from gptfast.runs import Run
+from gptfast.run.folder import Run
+from gptfast.run.verify_resume import differences, everything_in
 
 
 class Averages(Plugin):

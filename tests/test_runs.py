@@ -17,14 +17,14 @@ import torch
 from plugin_helpers import ROOT, rig_of
 from safetensors.torch import load_file
 
-from gptfast import journal
 from gptfast.cli import main
 from gptfast.console.plot import in_terminal, picture
 from gptfast.contract.tiny import write_tiny_store
 from gptfast.data.store import Store
 from gptfast.plugin import Claim, Plugin, Update, Want
 from gptfast.report import Course, Logged
-from gptfast.runs import Run
+from gptfast.run import metrics
+from gptfast.run.folder import Run
 
 PROFILE = """
 [profiles.tiny]
@@ -215,7 +215,7 @@ def test_a_first_step_is_no_part_of_the_speed_of_those_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Compiling, "now", 0.0)
-    monkeypatch.setattr(journal, "time", SimpleNamespace(perf_counter=lambda: Compiling.now))
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: Compiling.now))
     logs: list[Logged] = []
     run = Run.create(tmp_path / "run", profile_toml="")
     with rig_of(compiling=Compiling) as rig:

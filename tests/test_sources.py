@@ -18,11 +18,12 @@ from flaky_site import Site, flaky_site
 from hub_site import COMMIT, hub_site
 
 from gptfast.cli import main
-from gptfast.data import corpora, fetch, hub
-from gptfast.data.formats import Reading
-from gptfast.data.hub import DataSet
-from gptfast.data.selection import Selection
-from gptfast.data.sources import known_names, short_name
+from gptfast.data.prepare import corpora, fetch, hub
+from gptfast.data.prepare.corpora import known_names
+from gptfast.data.prepare.formats import Reading
+from gptfast.data.prepare.hub import DataSet
+from gptfast.data.prepare.selection import Selection
+from gptfast.data.prepare.sources import short_name
 from gptfast.errors import GptfastError, Refused
 
 # corpora by name ---------------------------------------------------------------------------------
@@ -406,7 +407,7 @@ def test_wide_text_is_decoded_where_bytes_may_be_replaced(
     encoding: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TXT-09: lone halves of a pair are replaced and counted, a real U+FFFD is not."""
-    monkeypatch.setattr("gptfast.data.packing.BLOCK", block)
+    monkeypatch.setattr("gptfast.data.prepare.packing.BLOCK", block)
     text = "\ufeffhello 👩 \ufffd wörld\n"
     wide = text.encode(encoding) + "\ud83d!".encode(encoding, "surrogatepass")
     path = tmp_path / "wide.txt"

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gptfast.contract.tiny import Rig, build_rig, copied, require_equal_tensors
+from gptfast.host.registry import discover
 from gptfast.plugin import Options, Plugin, Stage, Stepped, Stepper, Want
-from gptfast.registry import discover
-from gptfast.runs import Run
+from gptfast.run.folder import Run
 
 Tally = Callable[..., None]
 

@@ -23,7 +23,7 @@ from gptfast.cli import main
 from gptfast.data.store import Store
 from gptfast.data.windows import WindowOrder
 from gptfast.errors import GptfastError, Refused
-from gptfast.session import with_vocabulary
+from gptfast.run.session import with_vocabulary
 
 RAMP = HDF5 / "ok_u16_ramp20000.h5"
 """Token i is i."""

@@ -15,9 +15,8 @@ from bench_helpers import GIB, FakeMachine, FakeWorker, there
 from plugin_helpers import enabled
 
 from gptfast.bench.ladder import Bound
-from gptfast.bench.messages import Built, Lap
-from gptfast.bench.record import Protocol
-from gptfast.bench.to_loss import (
+from gptfast.bench.measure.messages import Built, Lap
+from gptfast.bench.race.race import (
     PLAIN,
     Contender,
     Goal,
@@ -26,8 +25,9 @@ from gptfast.bench.to_loss import (
     to_loss,
     whole,
 )
-from gptfast.bench.to_loss_record import Row, ToLoss, spread
-from gptfast.bench.to_loss_table import remarks, table
+from gptfast.bench.race.record import Row, ToLoss, spread
+from gptfast.bench.race.table import remarks, table
+from gptfast.bench.result.record import Protocol
 from gptfast.cli import main
 from gptfast.config import Loaded
 from gptfast.contract.tiny import tiny_profile, write_tiny_store

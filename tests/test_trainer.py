@@ -18,16 +18,16 @@ from plugin_helpers import found, rig_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gptfast import registry
-from gptfast.checkpoint import Checkpoint
 from gptfast.cli import main
 from gptfast.contract.process import differences, process_state
 from gptfast.contract.tiny import STEPS, Recorder, Rig, write_tiny_store
 from gptfast.data.store import Store
 from gptfast.data.windows import WindowOrder
+from gptfast.device.machine import find_machine
 from gptfast.errors import GptfastError
-from gptfast.hooks import Hooks
-from gptfast.machine import find_machine
+from gptfast.host import registry
+from gptfast.host.hooks import Hooks
+from gptfast.host.registry import Found
 from gptfast.model import GPT
 from gptfast.optim import PlainStepper
 from gptfast.plugin import (
@@ -45,10 +45,10 @@ from gptfast.plugin import (
     Want,
     Windows,
 )
-from gptfast.registry import Found
 from gptfast.report import EvalRecord, Silent
-from gptfast.runs import Run
-from gptfast.trainer import Trainer
+from gptfast.run.checkpoint import Checkpoint
+from gptfast.run.folder import Run
+from gptfast.run.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

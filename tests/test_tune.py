@@ -14,20 +14,21 @@ import pytest
 from bench_helpers import CONDITIONS, FACTS, PROTOCOL, FakeMachine, FakeWorker, gauge, there
 from plugin_helpers import found
 
-from gptfast import config, registry
-from gptfast.bench import tune as tune_module
-from gptfast.bench import tuned
-from gptfast.bench.decide import decide
+from gptfast import config
 from gptfast.bench.ladder import Bound
-from gptfast.bench.messages import Built, Lap, RungFailed
-from gptfast.bench.moves import BEFORE, MICRO_BATCH, moves, tries
-from gptfast.bench.record import Protocol, Ratio
-from gptfast.bench.tune import THE_PROFILE, search, tune
-from gptfast.bench.tuned import Trial, Tuned
+from gptfast.bench.measure.messages import Built, Lap, RungFailed
+from gptfast.bench.result.record import Protocol, Ratio
+from gptfast.bench.tune import tune as tune_module
+from gptfast.bench.tune import tuned
+from gptfast.bench.tune.decide import decide
+from gptfast.bench.tune.moves import BEFORE, MICRO_BATCH, moves, tries
+from gptfast.bench.tune.tune import THE_PROFILE, search, tune
+from gptfast.bench.tune.tuned import Trial, Tuned
 from gptfast.cli import main
 from gptfast.config import Loaded
 from gptfast.contract.tiny import tiny_profile, write_tiny_store
 from gptfast.errors import GptfastError, Refused
+from gptfast.host import registry
 from gptfast.plugin import Claim, Options, Plugin, Profile, Tries
 
 

@@ -13,12 +13,12 @@ import torch
 from plugin_helpers import found
 from torch import Tensor, nn
 
-from gptfast import registry
 from gptfast.cli import main
 from gptfast.contract.tiny import write_tiny_store
+from gptfast.host import registry
 from gptfast.optim import PlainStepper
 from gptfast.plugin import Plugin, Stepped, Stepper, Want
-from gptfast.rehearsal import differences
+from gptfast.run.verify_resume import differences
 
 FREELY = ("--set", "train.grad_clip=0", "--set", "train.learning_rate=0.01")
 Verify = Callable[..., int]

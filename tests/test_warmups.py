@@ -14,9 +14,9 @@ from plugin_helpers import found
 
 from gptfast.contract.tiny import Rig, build_rig
 from gptfast.errors import Refused
-from gptfast.optim import doubling
+from gptfast.helpers import doubling
+from gptfast.host.registry import Enabled
 from gptfast.plugin import Options, Parts, Plugin, Stepped, Want
-from gptfast.registry import Enabled
 
 KNOWN = found(
     batch_warmup=BatchWarmup,
@@ -60,8 +60,8 @@ def watched(plugins: dict[str, dict[str, Any]], steps: int = 8, **changes: Any) 
 
 
 def trainer_with(rig: Rig, profile: Any, watch: Watch) -> Any:
-    from gptfast.hooks import Hooks
-    from gptfast.trainer import Trainer
+    from gptfast.host.hooks import Hooks
+    from gptfast.run.trainer import Trainer
 
     enabled = [*rig.plan(profile), Enabled("watch", watch, "tests", "1.0")]
     return Trainer(

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 
 from gptfast.cli.app import App
+from gptfast.console.live import training
 from gptfast.report import EvalRecord, Finished, Logged, PluginLine, RunInfo
 
 STEPS = 400
@@ -59,7 +60,7 @@ def records() -> Iterator[Logged | EvalRecord]:
 
 def main() -> None:
     app = App.from_environment(os.environ)
-    with app.console.training(plain="--plain" in sys.argv) as listener:
+    with training(app.console, plain="--plain" in sys.argv) as listener:
         listener.started(INFO)
         listener.note("a note [with] brackets")
         for number, record in enumerate(records()):

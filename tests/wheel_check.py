@@ -14,6 +14,18 @@ import tempfile
 from pathlib import Path
 
 PROJECT = Path(__file__).parent.parent
+N_MODULES = sum(1 for folder in ("gptfast", "plugins") for _ in (PROJECT / folder).rglob("*.py"))
+IMPORT_ALL = """
+import importlib, pkgutil, gptfast, gptfast_plugins
+names = [p.__name__ for p in (gptfast, gptfast_plugins)]
+for package in (gptfast, gptfast_plugins):
+    names += [m.name for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
+for name in names:
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
+print(len(names))
+"""
+"""Imports every module that the wheel holds, and prints their number."""
 
 
 def main() -> None:
@@ -30,6 +42,10 @@ def main() -> None:
             folder,
         )
         gptfast = str(scripts / "gptfast")
+
+        python = str(scripts / "python")
+        n_modules = int(run([python, "-c", IMPORT_ALL], folder))
+        assert n_modules == N_MODULES, (n_modules, N_MODULES)
 
         text = folder / "text.txt"
         text.write_text("To be, or not to be, that is the question.\n" * 200, encoding="utf-8")

@@ -16,21 +16,21 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import gptfast
-from gptfast import registry
-from gptfast.bench.attempt import BASELINE, Attempt, Start
-from gptfast.bench.conditions import GPU_SAMPLE_S, Conditions, conditions
-from gptfast.bench.gauge import Gauge
-from gptfast.bench.messages import MachineFacts
+from gptfast.bench.measure.attempt import BASELINE, Attempt, Start
+from gptfast.bench.measure.conditions import GPU_SAMPLE_S, Conditions, conditions
+from gptfast.bench.measure.gauge import Gauge
+from gptfast.bench.measure.messages import MachineFacts
+from gptfast.bench.measure.process import WorkerProcess
+from gptfast.bench.measure.sitting import Sitting, Tell, told
 from gptfast.bench.overhead import Overhead, measure_overhead
-from gptfast.bench.process import WorkerProcess
-from gptfast.bench.published import published
-from gptfast.bench.record import LADDER, LEAVE_ONE_OUT, BaselineAgain, Bench, Protocol
-from gptfast.bench.rows import control_of, foreign_cpus, rows, warnings
-from gptfast.bench.sitting import Sitting, Tell, told
+from gptfast.bench.result.published import published
+from gptfast.bench.result.record import LADDER, LEAVE_ONE_OUT, BaselineAgain, Bench, Protocol
+from gptfast.bench.result.rows import control_of, foreign_cpus, rows, warnings
 from gptfast.config import Loaded
 from gptfast.errors import GptfastError
+from gptfast.host import registry
+from gptfast.host.registry import Enabled
 from gptfast.plugin import Profile
-from gptfast.registry import Enabled
 
 FULL = "full"
 

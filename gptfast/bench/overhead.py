@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from gptfast.bench.attempt import Attempt, Start
-from gptfast.bench.conditions import Conditions
-from gptfast.bench.messages import MachineFacts
-from gptfast.bench.record import Drift, Protocol, Ratio
-from gptfast.bench.rows import busy, crowded, few, foreign_cpus
-from gptfast.bench.sitting import Sitting, Tell
-from gptfast.bench.statistics import drift, ratio
+from gptfast.bench.measure.attempt import Attempt, Start
+from gptfast.bench.measure.conditions import Conditions
+from gptfast.bench.measure.messages import MachineFacts
+from gptfast.bench.measure.sitting import Sitting, Tell
+from gptfast.bench.result.record import Drift, Protocol, Ratio
+from gptfast.bench.result.rows import busy, crowded, few, foreign_cpus
+from gptfast.bench.result.statistics import drift, ratio
 from gptfast.errors import GptfastError
 from gptfast.plugin import Profile
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gptfast.console import Console, Look
-from gptfast.place import Place
+from gptfast.device.place import Place
 
 
 @dataclass

@@ -16,8 +16,8 @@ from gptfast.cli.options import POSITIVE, device_option, json_option, profile_op
 from gptfast.errors import GptfastError, Refused
 
 if TYPE_CHECKING:
-    from gptfast.bench.record import Bench, Protocol
-    from gptfast.bench.to_loss import Goal
+    from gptfast.bench.race.race import Goal
+    from gptfast.bench.result.record import Bench, Protocol
     from gptfast.config import Loaded
 
 SEEDS = 3
@@ -122,8 +122,8 @@ def command(
     Recipes change what is learnt, so their rung says little: --to-loss judges them, by the time and
     the tokens until the validation loss is reached, from several seeds.
     """
-    from gptfast.bench.record import LADDER, LEAVE_ONE_OUT, Protocol
-    from gptfast.bench.to_loss import Goal
+    from gptfast.bench.race.race import Goal
+    from gptfast.bench.result.record import LADDER, LEAVE_ONE_OUT, Protocol
     from gptfast.config import load
 
     app: App = ctx.obj
@@ -209,7 +209,7 @@ def _keep(folder: Path, files: Iterable[tuple[str, bytes]]) -> None:
     Raises:
         GptfastError: they cannot be written.
     """
-    from gptfast.checkpoint import sync
+    from gptfast.files import sync
 
     unfinished = folder / UNFINISHED
     try:
@@ -228,8 +228,8 @@ def _keep(folder: Path, files: Iterable[tuple[str, bytes]]) -> None:
 
 def _keep_paybacks(app: App, loaded: Loaded, result: Bench) -> None:
     """For trainings here, which leave out what does not pay in a run of their length."""
-    from gptfast.bench.statistics import FEWEST_ROUNDS
-    from gptfast.payback import keep_payback
+    from gptfast.bench.result.statistics import FEWEST_ROUNDS
+    from gptfast.host.payback import keep_payback
     from gptfast.plugin import Payback
 
     if result.protocol.rounds < FEWEST_ROUNDS:
@@ -249,7 +249,7 @@ def _keep_paybacks(app: App, loaded: Loaded, result: Bench) -> None:
 
 
 def _pictures(app: App, result: Bench) -> list[tuple[str, bytes]]:
-    from gptfast.bench.pictures import pictures
+    from gptfast.bench.result.pictures import pictures
 
     try:
         return list(pictures(result))
@@ -259,8 +259,8 @@ def _pictures(app: App, result: Bench) -> list[tuple[str, bytes]]:
 
 
 def _show(app: App, result: Bench) -> None:
-    from gptfast.bench.pictures import bars
-    from gptfast.bench.table import (
+    from gptfast.bench.result.pictures import bars
+    from gptfast.bench.result.table import (
         breakdown_remarks,
         breakdown_table,
         left_out,
@@ -298,7 +298,7 @@ def _show(app: App, result: Bench) -> None:
 
 def _overhead(app: App, loaded: Loaded, protocol: Protocol, *, device: str, as_json: bool) -> None:
     from gptfast.bench.ladder import overhead
-    from gptfast.bench.table import overhead_lines
+    from gptfast.bench.result.table import overhead_lines
 
     found = overhead(loaded, device=device, protocol=protocol, tell=app.console.note)
     for warning in found.warnings:
@@ -320,8 +320,8 @@ def _to_loss(
     folder: Path,
     as_json: bool,
 ) -> None:
-    from gptfast.bench import to_loss_table
-    from gptfast.bench.to_loss import to_loss
+    from gptfast.bench.race import table
+    from gptfast.bench.race.race import to_loss
 
     console = app.console
     found = to_loss(loaded, goal=goal, against=against, device=device, tell=console.note)
@@ -330,8 +330,8 @@ def _to_loss(
     if as_json:
         console.json(found.to_dict())
     else:
-        console.table(to_loss_table.title(found), *to_loss_table.table(found))
-        for remark in to_loss_table.remarks(found):
+        console.table(table.title(found), *table.table(found))
+        for remark in table.remarks(found):
             console.line(remark)
     document = json.dumps(found.to_dict(), indent=1, allow_nan=False) + "\n"
     _keep(folder, [(TO_LOSS, document.encode())])
@@ -349,9 +349,9 @@ def compare(app: App, *, a: Path, b: Path, as_json: bool) -> None:
 
     A folder stands for the bench.json in it. Above 1, B is faster.
     """
-    from gptfast.bench.compare import compare as compared
-    from gptfast.bench.record import read
-    from gptfast.bench.table import comparison_remarks, comparison_table
+    from gptfast.bench.result.compare import compare as compared
+    from gptfast.bench.result.record import read
+    from gptfast.bench.result.table import comparison_remarks, comparison_table
 
     found = compared(read(app.folder / a), read(app.folder / b))
     if as_json:
@@ -373,7 +373,7 @@ def _folder(app: App, loaded: Loaded, out: Path | None) -> Iterator[Path]:
     Raises:
         Refused: it cannot be, or holds a result already.
     """
-    from gptfast.runs import free_name
+    from gptfast.run.folder import free_name
 
     parent = app.folder / "bench"
     folder = app.folder / out if out else parent / free_name(loaded.profile.name, parent=parent)

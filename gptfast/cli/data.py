@@ -9,7 +9,7 @@ import click
 
 from gptfast.cli.app import App
 from gptfast.cli.options import json_option
-from gptfast.data.wording import counted
+from gptfast.errors import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -44,7 +44,7 @@ def command(
     run or checkpoint. Each target token is scored once, so the same command gives the same number.
     """
     from gptfast.data.store import Store
-    from gptfast.restore import restore
+    from gptfast.run.restore import restore
 
     console = app.console
     with restore(checkpoint, folder=app.folder, device=device, note=console.note) as restored:

@@ -75,8 +75,8 @@ def command(
     RUN_OR_CHECKPOINT is a run's name, of which the newest checkpoint is taken, or the folder of a
     run or checkpoint. The checkpoint is all that is needed: it carries its tokenizer.
     """
-    from gptfast.generate import Sampling, generate_tokens, prompt_ids, seeded
-    from gptfast.restore import restore
+    from gptfast.run.generate import Sampling, generate_tokens, prompt_ids, seeded
+    from gptfast.run.restore import restore
 
     console = app.console
     sampling = Sampling(temperature, top_k, top_p)

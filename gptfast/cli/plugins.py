@@ -16,8 +16,8 @@ from gptfast.cli.options import json_option, profile_options
 
 if TYPE_CHECKING:
     from gptfast.config import Loaded
+    from gptfast.host.registry import Found
     from gptfast.plugin import Plugin
-    from gptfast.registry import Found
 
 
 @click.group(invoke_without_command=True)
@@ -36,7 +36,7 @@ def command(ctx: click.Context) -> None:
 @click.pass_obj
 def list_(app: App, *, as_json: bool = False) -> None:
     """List what is installed, the broken ones too."""
-    from gptfast.registry import discover, shadowed
+    from gptfast.host.registry import discover, shadowed
 
     found = discover()
     rows = [_listed(one) for one in found.values()]
@@ -67,7 +67,7 @@ def list_(app: App, *, as_json: bool = False) -> None:
 @click.pass_obj
 def show(app: App, *, name: str, as_json: bool) -> None:
     """Explain one plugin: what it does, its options, its claim, its hooks."""
-    from gptfast.registry import discover
+    from gptfast.host.registry import discover
 
     one = _named(name, discover())
     plugin = one.load()
@@ -112,7 +112,7 @@ def show(app: App, *, name: str, as_json: bool) -> None:
 @click.pass_obj
 def order(app: App, *, loaded: Loaded, asked: tuple[str, ...], as_json: bool) -> None:
     """Show in which order a profile's plugins run, and why."""
-    from gptfast.registry import plan, reasons
+    from gptfast.host.registry import plan, reasons
 
     planned = plan(loaded.profile, origins=loaded.origins)
     rows = [
@@ -154,9 +154,9 @@ def check(
     Its options are the profile's; --set plugins.NAME.OPTION=VALUE changes one.
     """
     from gptfast.contract.check import broken, check_plugin
+    from gptfast.device.machine import find_machine
     from gptfast.errors import GptfastError
-    from gptfast.machine import find_machine
-    from gptfast.registry import discover
+    from gptfast.host.registry import discover
 
     found = discover()
     _named(name, found)
@@ -191,7 +191,7 @@ def new(app: App, *, name: str, out: Path | None) -> None:
     """Write a package for a plugin of your own: it installs and passes its test as it is."""
     from gptfast.contract.skeleton import write_skeleton
     from gptfast.errors import Refused
-    from gptfast.registry import discover
+    from gptfast.host.registry import discover
 
     taken = discover().get(name)
     if taken is not None:

@@ -10,11 +10,11 @@ import click
 
 from gptfast.cli.app import App
 from gptfast.cli.options import json_option
-from gptfast.data.wording import counted
+from gptfast.errors import counted
 
 if TYPE_CHECKING:
     from gptfast.console import Console
-    from gptfast.data.prepare import Prepared
+    from gptfast.data.prepare.prepare import Prepared
 
 
 _SIZES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
@@ -157,10 +157,10 @@ def command(
     .txt and .md are read. Several files, and rows, become documents with a separator after each;
     one text is one stream.
     """
-    from gptfast.data.formats import Reading
-    from gptfast.data.mix import parse
-    from gptfast.data.prepare import prepare
-    from gptfast.data.selection import Selection
+    from gptfast.data.prepare.formats import Reading
+    from gptfast.data.prepare.mix import parse
+    from gptfast.data.prepare.prepare import prepare
+    from gptfast.data.prepare.selection import Selection
 
     weights = None
     if is_mix:

@@ -29,7 +29,7 @@ def command(ctx: click.Context) -> None:
 def list_(app: App, *, as_json: bool = False) -> None:
     """List the runs in runs/, the one written to last first."""
     from gptfast.console.text import size
-    from gptfast.runs import known_runs
+    from gptfast.run.folder import known_runs
 
     parent = app.folder / "runs"
     found = [run.summary() for run in known_runs(parent)]
@@ -67,7 +67,7 @@ def list_(app: App, *, as_json: bool = False) -> None:
 @click.pass_obj
 def show(app: App, *, name: str, as_json: bool) -> None:
     """Describe a run: all that it takes to repeat it."""
-    from gptfast.runs import find_run
+    from gptfast.run.folder import find_run
 
     facts = find_run(name, parent=app.folder / "runs").describe()
     if as_json:
@@ -127,7 +127,7 @@ def _lines(app: App, facts: dict[str, Any]) -> list[tuple[str, str]]:
 def plot(app: App, *, names: tuple[str, ...], files: tuple[Path, ...]) -> None:
     """Plot loss and speed of runs over their steps."""
     from gptfast.console.plot import in_terminal, write
-    from gptfast.runs import find_run
+    from gptfast.run.folder import find_run
 
     courses = [find_run(name, parent=app.folder / "runs").course() for name in names]
     for file in files:

@@ -20,7 +20,7 @@ MOST_SHOWN = 20
 
 def _profile_of_run(options: dict[str, Any]) -> Path | None:
     """A resumed run goes on with the profile that it was started with."""
-    from gptfast.runs import run_folder
+    from gptfast.run.folder import run_folder
 
     if not (options["resume"] and options["run"]):
         return None
@@ -62,7 +62,8 @@ def command(
     as_json: bool,
 ) -> None:
     """Train a model as a profile says."""
-    from gptfast.session import train
+    from gptfast.console.live import training
+    from gptfast.run.session import train
 
     if verify_resume:
         if run or resume or stop_at:
@@ -72,7 +73,7 @@ def command(
         _verify_resume(app, loaded, device=device, asked=asked, as_json=as_json)
         return
     place = app.place()
-    with app.console.training(plain=plain or as_json, silent=place.rank > 0) as listener:
+    with training(app.console, plain=plain or as_json, silent=place.rank > 0) as listener:
         finished = train(
             loaded,
             run=run,
@@ -94,7 +95,7 @@ def _verify_resume(
     app: App, loaded: Loaded, *, device: str, asked: tuple[str, ...], as_json: bool
 ) -> None:
     from gptfast.errors import GptfastError
-    from gptfast.rehearsal import verify_resume
+    from gptfast.run.verify_resume import verify_resume
 
     result = verify_resume(
         loaded,

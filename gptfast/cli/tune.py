@@ -60,8 +60,8 @@ def command(
     what was tried, what was kept and why. Tuned again, what was found before takes part.
     """
     began = time.monotonic()  # importing torch is in the minutes too
-    from gptfast.bench import tuned
-    from gptfast.bench.tune import tune
+    from gptfast.bench.tune import tuned
+    from gptfast.bench.tune.tune import tune
 
     app: App = ctx.obj
     console = app.console
@@ -109,7 +109,7 @@ def _command(path: Path, name: str, *, folder: Path) -> str:
 
 def _known(app: App, path: Path, name: str) -> Profile | None:
     """What an earlier search wrote there, as far as it can still be read."""
-    from gptfast.bench.tuned import has_earlier
+    from gptfast.bench.tune.tuned import has_earlier
     from gptfast.config import load
     from gptfast.errors import Refused
 

@@ -26,10 +26,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gptfast.console.live import LiveView, PlainView
 from gptfast.console.progress import PrepareProgress
 from gptfast.console.text import one_line, printable
-from gptfast.report import Listener, Silent
 
 _NUMBER = re.compile(r"[-+±]?[\d.,]+(\s?\S{1,6})?|-|inf|nan|")
 
@@ -151,21 +149,6 @@ class Console:
         (self._live or self._out).print(picture)
 
     # progress ----------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def training(self, *, plain: bool = False, silent: bool = False) -> Iterator[Listener]:
-        """The listener for a training: the live view on a terminal, else plain lines.
-
-        Args:
-            silent: one of several processes, of which another speaks.
-        """
-        if silent:
-            yield Silent()
-        elif plain or not self.is_terminal:
-            yield PlainView(self)
-        else:
-            with LiveView(self) as view:
-                yield view
 
     @contextlib.contextmanager
     def prepare_progress(

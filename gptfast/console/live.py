@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.live import Live
@@ -19,17 +19,31 @@ from rich.panel import Panel
 from rich.text import Text
 
 from gptfast.console.board import MAX_WIDTH, Board
+from gptfast.console.console import Console
 from gptfast.console.curve import loss_curve
 from gptfast.console.progress import Clock, Pace
 from gptfast.console.text import clock, count, one_line, printable
-from gptfast.report import EvalRecord, Finished, Logged, RunInfo
-
-if TYPE_CHECKING:
-    from gptfast.console.console import Console
+from gptfast.report import EvalRecord, Finished, Listener, Logged, RunInfo, Silent
 
 REDRAW_S = 0.25
 NOTABLE_S = 1.0
 """A first step that took as long was not all training."""
+
+
+@contextmanager
+def training(console: Console, *, plain: bool = False, silent: bool = False) -> Iterator[Listener]:
+    """The listener for a training: the live view on a terminal, else plain lines.
+
+    Args:
+        silent: one of several processes, of which another speaks.
+    """
+    if silent:
+        yield Silent()
+    elif plain or not console.is_terminal:
+        yield PlainView(console)
+    else:
+        with LiveView(console) as view:
+            yield view
 
 
 class LiveView:

@@ -28,8 +28,6 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from gptfast import registry
-from gptfast.checkpoint import strip_wrappers
 from gptfast.contract.process import differences, generators, process_state, running_helpers
 from gptfast.contract.tiny import (
     STEPS,
@@ -47,11 +45,13 @@ from gptfast.contract.tiny import (
     require_equal_tensors,
 )
 from gptfast.errors import GptfastError, Refused
+from gptfast.host import registry
+from gptfast.host.registry import Enabled, Found
 from gptfast.model import GPT
 from gptfast.plugin import Claim, Machine, Parts, Plugin, Profile
 from gptfast.profile import nearest
-from gptfast.registry import Enabled, Found
-from gptfast.runs import Run
+from gptfast.run.checkpoint import strip_wrappers
+from gptfast.run.folder import Run
 
 GRACE_S = 2.0
 """How long a thread or a process may take to end once the run is over."""

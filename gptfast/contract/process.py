@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from gptfast.device.randomness import random_state
 from gptfast.plugin import Machine
-from gptfast.randomness import random_state
 
 
 def process_state(machine: Machine) -> dict[str, Any]:

@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptfast import registry
-from gptfast.checkpoint import Checkpoint
+from gptfast.data.prepare.writer import Draft
 from gptfast.data.store import Store
-from gptfast.data.tokenizer import Characters
-from gptfast.data.writer import Draft
-from gptfast.hooks import Hooks
-from gptfast.machine import find_machine
+from gptfast.device.machine import find_machine
+from gptfast.host import registry
+from gptfast.host.hooks import Hooks
+from gptfast.host.registry import Enabled, Found
 from gptfast.plugin import ORDER_SLACK, Context, Machine, Parts, Plugin, Profile, Stage
-from gptfast.registry import Enabled, Found
 from gptfast.report import EvalRecord, Logged, Silent
-from gptfast.runs import Run
-from gptfast.trainer import Trainer
+from gptfast.run.checkpoint import Checkpoint
+from gptfast.run.folder import Run
+from gptfast.run.trainer import Trainer
+from gptfast.tokenizers.tokenizer import Characters
 
 Tables = Mapping[str, Mapping[str, Any]]
 """Options of each plugin that is on, as a profile holds them."""

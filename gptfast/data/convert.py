@@ -16,17 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gptfast import __version__
-from gptfast.data.disk import check_room
 from gptfast.data.foreign import files_of
 from gptfast.data.inspection import text_tokenizer
 from gptfast.data.layout import OWN, pieces
-from gptfast.data.prepare import SplitCount, check_target
+from gptfast.data.prepare.prepare import SplitCount, check_target
+from gptfast.data.prepare.writer import Draft
 from gptfast.data.store import Store
-from gptfast.data.writer import Draft
 from gptfast.errors import Refused
+from gptfast.files import check_room
 
 if TYPE_CHECKING:
-    from gptfast.data.tokenizer import Tokenizer
+    from gptfast.tokenizers.tokenizer import Tokenizer
 
 Progress = Callable[[int, int, int], None]
 """Called with bytes of ids read, bytes in all, and ids copied."""

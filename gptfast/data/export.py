@@ -17,12 +17,12 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from gptfast.data.disk import sync_folder
 from gptfast.data.foreign import GPT2, HEADER_INTS, LLAMA3, Vocabulary
-from gptfast.data.journal import partial_path, sweep
 from gptfast.data.nanogpt_meta import META, written_meta
+from gptfast.data.prepare.progress import partial_path, sweep
 from gptfast.data.store import Store
 from gptfast.errors import GptfastError, Refused
+from gptfast.files import sync
 
 Format = Literal["nanogpt", "llm.c"]
 Progress = Callable[[int, int, int], None]
@@ -183,7 +183,7 @@ def _vocabulary(store: Store) -> Vocabulary:
 
 def _is_gpt2(store: Store) -> bool:
     """By the whole definition: a vocabulary of one's own may go by that name."""
-    from gptfast.data.tokenizer import load_tokenizer
+    from gptfast.tokenizers.tokenizer import load_tokenizer
 
     assert GPT2.tokenizer is not None
     return (
@@ -268,7 +268,7 @@ def _written_together(folder: Path, names: list[str]) -> Iterator[dict[str, Path
         yield partials
         for name, partial in partials.items():
             partial.replace(folder / name)
-        sync_folder(folder)
+        sync(folder)
     except OSError as error:
         raise GptfastError(
             f"{folder}: cannot be written ({error.strerror}): free space or choose another --out"

@@ -16,7 +16,7 @@ from gptfast.data.store import Store
 from gptfast.errors import Refused
 
 if TYPE_CHECKING:
-    from gptfast.data.tokenizer import Tokenizer
+    from gptfast.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def text_tokenizer(store: Store, asked: str | None) -> Tokenizer | None:
     Raises:
         Refused: `asked` is another than the file's own.
     """
-    from gptfast.data.tokenizer import load_tokenizer
+    from gptfast.tokenizers.tokenizer import load_tokenizer
 
     own = store.tokenizer_name
     if own is None:

@@ -243,8 +243,8 @@ def prepare_command(path: Path) -> str:
     """The command that makes the data file `path`, as far as its name NAME-TOKENIZER.h5 tells."""
     if not _is_hdf5_name(path):
         return f"gptfast prepare {shlex.quote(str(path))}"
-    from gptfast.data.sources import known_names
-    from gptfast.data.tokenizer import TOKENIZERS
+    from gptfast.data.prepare.corpora import known_names
+    from gptfast.tokenizers.tokenizer import TOKENIZERS
 
     names = known_names()
     name, _, tokenizer = path.stem.rpartition("-")

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gptfast.data.vocabularies.text import MOST_IDS
 from gptfast.errors import Refused
+from gptfast.tokenizers.text import MOST_IDS
 
 META = "meta.pkl"
 PROTOCOL = 4

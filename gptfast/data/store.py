@@ -38,7 +38,7 @@ from gptfast.errors import GptfastError, Refused
 if TYPE_CHECKING:
     import h5py
 
-    from gptfast.data.tokenizer import Tokenizer
+    from gptfast.tokenizers.tokenizer import Tokenizer
 
 __all__ = ["SPLITS", "Store", "Tokens"]
 
@@ -137,7 +137,7 @@ class Store:
                 return cast("dict[str, Any]", json.loads(file["tokenizer"][:].tobytes()))
         if self.layout.tokenizer is not None:
             return dict(self.layout.tokenizer)
-        from gptfast.data.tokenizer import load_tokenizer
+        from gptfast.tokenizers.tokenizer import load_tokenizer
 
         return load_tokenizer(self.tokenizer_name).definition()
 
@@ -147,7 +147,7 @@ class Store:
         Raises:
             Refused: a foreign file, which has none.
         """
-        from gptfast.data.tokenizer import from_definition
+        from gptfast.tokenizers.tokenizer import from_definition
 
         definition = self.tokenizer_definition
         if definition is None:

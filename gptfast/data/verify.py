@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from gptfast.data.layout import DAMAGE, OWN, Split, pieces
 from gptfast.data.store import Store
-from gptfast.data.wording import counted
-from gptfast.errors import GptfastError
+from gptfast.errors import GptfastError, counted
 
 if TYPE_CHECKING:
-    from gptfast.data.tokenizer import Tokenizer
+    from gptfast.tokenizers.tokenizer import Tokenizer
 
 Ids = NDArray[np.integer[Any]]
 Progress = Callable[[int, int, int], None]

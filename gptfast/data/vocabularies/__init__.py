@@ -1,1 +1,0 @@
-"""The tokenizers behind `gptfast.data.tokenizer`, one kind a module."""

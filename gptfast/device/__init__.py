@@ -1,0 +1,1 @@
+"""The machine: what it is, its memory, this process's place in it, its random state."""

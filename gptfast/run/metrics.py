@@ -1,0 +1,170 @@
+"""What the loop takes down of each step; the device is read once for all, when a log is due."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gptfast.data.batches import StoreWindows
+from gptfast.device.machine import peak_memory_bytes, synchronize
+from gptfast.errors import GptfastError
+from gptfast.plugin import Machine, Stepped, Update
+from gptfast.report import Listener, Logged
+from gptfast.run.folder import Run
+
+
+class NotFinite(GptfastError):
+    """A loss or a gradient is not finite: what is in memory is no good any more."""
+
+
+class Journal:
+    """Collects steps; `flush` reads them, writes `metrics.jsonl` and tells the listener.
+
+    Args:
+        windows: names the windows of a step whose loss is not finite, and counts epochs.
+        run: whose metrics to write; None: nobody's.
+        flops_per_token, peak_flops: for the share of the matmul peak that the steps reach.
+        skipped_steps: updates skipped before this session.
+    """
+
+    def __init__(
+        self,
+        windows: StoreWindows,
+        *,
+        machine: Machine,
+        run: Run | None,
+        listener: Listener,
+        flops_per_token: int,
+        peak_flops: float | None,
+        skipped_steps: int,
+    ) -> None:
+        self.waited = 0.0
+        """Seconds spent waiting for windows since the last flush."""
+        self.loss = math.nan
+        """Mean over the steps of the last flush."""
+        self._windows = windows
+        self._machine = machine
+        self._run = run
+        self._listener = listener
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+        self._skipped_steps = skipped_steps
+        self.first_step_s: float | None = None
+        """Of this session: compiling and first calls are in it."""
+        self._untold_first_s: float | None = None
+        self._steps: list[Stepped] = []
+        self._start = time.perf_counter()
+
+    def begin(self) -> None:
+        """Steps follow: what was built before them is not their time."""
+        if not self._steps:
+            self._start = time.perf_counter()
+
+    def check(self, update: Update) -> None:
+        """Raises NotFinite where loss or gradient is not finite. Waits for the device."""
+        self._check(update.step, update.loss.item(), update.grad_norm.item(), applied=False)
+
+    def add(self, step: Stepped) -> None:
+        self._steps.append(step)
+        if self.first_step_s is None:
+            # Waited for once in a session, so that compiling is no part of the steps that follow.
+            synchronize(self._machine.device)
+            now = time.perf_counter()
+            self.first_step_s = self._untold_first_s = now - self._start
+            self._start = now
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside does not count as time of the steps."""
+        paused = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - paused
+
+    def flush(self) -> None:
+        """Log the steps since the last time.
+
+        Raises:
+            NotFinite: a loss or an applied gradient is not finite; nothing is logged.
+        """
+        steps, self._steps = self._steps, []
+        if not steps:
+            return
+        losses = torch.stack([step.loss for step in steps]).tolist()
+        norms = torch.stack([step.grad_norm for step in steps]).tolist()
+        synchronize(self._machine.device)
+        now = time.perf_counter()
+        seconds, self._start = now - self._start, now
+        for step, loss, norm in zip(steps, losses, norms, strict=True):
+            # What a stepper left out did no harm; a loss that is not finite will not recover.
+            self._check(step.step, loss, norm if step.committed else 0.0, applied=step.committed)
+        self.loss = sum(losses) / len(losses)
+        self._skipped_steps += sum(not step.committed for step in steps)
+        durations = self._durations(len(steps), seconds)
+        if self._run is not None:
+            self._run.log(
+                {
+                    "kind": "step",
+                    "step": step.step,
+                    "loss": loss,
+                    "grad_norm": norm if math.isfinite(norm) else None,
+                    "learning_rate": step.learning_rate,
+                    "tokens": step.tokens,
+                    "committed": step.committed,
+                    "step_ms": step_s * 1e3,
+                }
+                for step, loss, norm, step_s in zip(steps, losses, norms, durations, strict=True)
+            )
+        self._listener.logged(self._record(steps, norms[-1], durations))
+        self.waited = 0.0
+
+    def _durations(self, n_steps: int, seconds: float) -> list[float]:
+        """Of each step: the first of a session has its own, the others share `seconds`."""
+        first_s, self._untold_first_s = self._untold_first_s, None
+        if first_s is None:
+            return [seconds / n_steps] * n_steps
+        others = n_steps - 1
+        return [first_s, *[seconds / max(1, others)] * others]
+
+    def _record(self, steps: list[Stepped], grad_norm: float, durations: list[float]) -> Logged:
+        last, step_s = steps[-1], durations[-1]
+        # All but the first of a session, unless that is the only one, took the same.
+        alike = [step.tokens for step, s in zip(steps, durations, strict=True) if s == step_s]
+        tokens_per_s = sum(alike) / (len(alike) * step_s)
+        return Logged(
+            step=last.step,
+            steps=last.steps,
+            loss=self.loss,
+            learning_rate=last.learning_rate,
+            grad_norm=grad_norm,
+            step_ms=step_s * 1e3,
+            tokens_per_s=tokens_per_s * self._machine.world,
+            peak_share=(
+                tokens_per_s * self._flops_per_token / self._peak_flops
+                if self._peak_flops is not None
+                else None
+            ),
+            data_wait_ms=self.waited / len(steps) * 1e3,
+            memory_bytes=peak_memory_bytes(self._machine.device),
+            skipped_steps=self._skipped_steps,
+            epoch=self._windows.order.epoch(last.step, self._windows.batch_size),
+        )
+
+    def _check(self, step: int, loss: float, norm: float, *, applied: bool) -> None:
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        starts = self._windows.starts(step).tolist()
+        kept: list[int] = []
+        if self._run is not None:
+            kept = self._run.steps()
+            self._run.log([{"kind": "not_finite", "step": step, "starts": starts}])
+        shown = ", ".join(map(str, starts[:8])) + (" ..." if len(starts) > 8 else "")
+        good = f"step {kept[-1]} is the newest checkpoint" if kept else "no checkpoint was kept"
+        raise NotFinite(
+            f"step {step}: loss {loss}, gradient norm {norm} (windows starting at tokens {shown}), "
+            f"{'applied and not saved' if applied else 'not applied'}; {good}: lower "
+            "train.learning_rate or set train.grad_clip and use --resume"
+        )

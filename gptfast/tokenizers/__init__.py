@@ -1,0 +1,1 @@
+"""The tokenizers, one kind a module; `tokenizer` finds them by name, file or definition."""
