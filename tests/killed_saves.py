@@ -90,15 +90,15 @@ def killed_before_each_file_operation(folder: Path) -> int:
             trainer.run(3)
             trainer.one_step()
             for number in itertools.count():
-                trainer.kept_in = Run(folder / f"saved-{number}")
-                shutil.copytree(run.folder, trainer.kept_in.folder)
+                trainer.saver.run = Run(folder / f"saved-{number}")
+                shutil.copytree(run.folder, trainer.saver.run.folder)
                 child = os.fork()
                 if child == 0:
                     kill_before(number)
                     trainer.save()
                     os._exit(0)
                 _, status = os.waitpid(child, 0)
-                again = Run.resumed(trainer.kept_in.folder)
+                again = Run.resumed(trainer.saver.run.folder)
                 found = again.newest_intact()
                 assert not found.damaged, found.damaged
                 assert not unfinished(again)

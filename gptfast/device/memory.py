@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
+from gptfast.device.randomness import rewinds
 from gptfast.errors import GptfastError
 from gptfast.model import GPT, count_parameters
 from gptfast.profile import ModelConfig, Profile
+
+T = TypeVar("T")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -72,6 +77,33 @@ def with_less(profile: Profile, error: BaseException) -> Profile | None:
     if windows == 1 or not is_out_of_memory(error):
         return None
     return with_at_most(profile, windows // 2)
+
+
+def repeated_with_less(
+    attempt: Callable[[], T],
+    *,
+    less: Callable[[BaseException], Callable[[], None] | None],
+    device: torch.device,
+) -> T:
+    """What `attempt` gives; where it fails and needing less helps, at once more.
+
+    With the same random numbers; the attempt may have committed nothing.
+
+    Args:
+        less: told the error; returns what makes the next attempt need less, None: nothing does.
+    """
+    rewind = rewinds(device)
+    while True:
+        try:
+            return attempt()
+        except (RuntimeError, MemoryError) as error:
+            need_less = less(error)
+            if need_less is None:
+                raise
+        # Behind `except`: the error holds the frames, and with them what fills the memory.
+        need_less()
+        release_memory(device)
+        rewind()
 
 
 def out_of_memory(profile: Profile, *, where: str) -> GptfastError:

@@ -278,7 +278,7 @@ def _finished(trainer: Trainer, folder: Path, *, seconds: float) -> Finished:
 
 def _stopped(trainer: Trainer, signum: int, name: str) -> Stopped:
     """What to tell after a signal: which step is saved, and how to go on."""
-    saved, again = trainer.saved_step, f"gptfast train --resume --run {name}"
+    saved, again = trainer.state.saved_step, f"gptfast train --resume --run {name}"
     if trainer.kept_in is None:
         said = f"after step {trainer.progress.step}, which the first of the processes saves"
     elif saved is None:

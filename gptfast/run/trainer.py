@@ -4,15 +4,33 @@ It knows no optimization by name: what makes it fast hangs on the hooks. It owns
 may: the token-weighted micro-batch loop, clipping between unscale and step, the schedule, the
 checkpoint, and the order save -> evaluate -> sample -> stop.
 
-Over 400 lines: stepping, saving and evaluating share one state, and a run is followed best in one
-file.
+What ends a run, by what it is doing (`gptfast.run.state.Moment`):
+
+| moment              | signal          | error in a hook | loss not finite | out of memory |
+|---------------------|-----------------|-----------------|-----------------|---------------|
+| between steps       | saved, stops    | saved, raised   | raised          | saved, raised |
+| forward and backward| saved, stops    | saved, raised   | raised          | half, again   |
+| update              | waits           | raised          | raised          | raised        |
+| log and save        | waits           | raised          | raised          | raised        |
+| evaluate and sample | cut, stops      | raised          | raised          | half, again   |
+
+- saved: the last whole step is in a checkpoint before the run ends. Where it only says raised, the
+  newest checkpoint is the one from before: half an update, or weights that are no good, are not
+  written; an evaluation begins only when its step is saved. An observer that fails in the update
+  comes after it: that step is whole, and saved.
+- stops: after the step that it is in. The same signal again, or `signals.GRACE_S` without an end,
+  leaves a step, an evaluation or a sample where it is; an update and a save are waited for.
+- half, again: with half the micro-batch, the same windows and the same random numbers.
+- a loss that is not finite is found before the update where looking costs no wait, else when the
+  log is written.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -21,8 +39,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gptfast.data.store import Store
-from gptfast.device.memory import is_out_of_memory, out_of_memory, release_memory, with_less
-from gptfast.device.randomness import random_state, rewinds
+from gptfast.device.memory import is_out_of_memory, out_of_memory, repeated_with_less, with_less
+from gptfast.device.randomness import rewinds
 from gptfast.errors import GptfastError
 from gptfast.host.hooks import Hooks
 from gptfast.model import GPT, count_parameters, flops_per_token
@@ -40,11 +58,14 @@ from gptfast.plugin import (
 )
 from gptfast.report import Listener, Silent
 from gptfast.run.assembly import Progress, assembled
-from gptfast.run.checkpoint import Checkpoint, save_checkpoint
-from gptfast.run.evaluate import Score, evaluate
+from gptfast.run.checkpoint import Checkpoint
+from gptfast.run.evaluate import Score
 from gptfast.run.folder import Run
 from gptfast.run.metrics import Journal, NotFinite
 from gptfast.run.provenance import provenance
+from gptfast.run.saving import Saver
+from gptfast.run.scoring import Scorer
+from gptfast.run.state import Moment, State
 
 T = TypeVar("T")
 
@@ -93,22 +114,10 @@ class Trainer:
         self.kept_in = run
         self.listener: Listener = listener or Silent()
         self.progress = Progress()
-        self.saved_step: int | None = None
-        """The last step that is in a checkpoint."""
-        self.stop_reason: str | None = None
-        """What ends the run before its last step."""
-        self.fits = fits
-        self._agreed = False
-        self._interrupted = False
-        self._half_done = False
-        self._rewind: Callable[[], None] | None = None
-        self._saving = False
+        self.state = State(fits=fits)
         self._checkpoint = checkpoint
         self._peak_flops = peak_flops
         self._sessions = sessions
-        self._has_val = "val" in store.splits and store.n_tokens("val") > 1
-        # A foreign file of bare ids has no tokenizer to show a text with.
-        self._has_text = store.tokenizer_name is not None
 
     # building and taking down ------------------------------------------------------------
 
@@ -121,7 +130,7 @@ class Trainer:
                     machine=self.machine,
                     store=self.store,
                     checkpoint=self._checkpoint,
-                    fits=self.fits,
+                    fits=self.state.fits,
                     note=self.listener.note,
                 )
             )
@@ -136,8 +145,8 @@ class Trainer:
             self._looks_first = not (built.owned_stepper or waits)
             if self._checkpoint is not None and self.kept_in is not None:
                 self.kept_in.back_to(self.progress.step, best=self.progress.best_step)
-                self.saved_step = self.progress.step
-            self._tried_step = self.progress.step
+                self.state.saved_step = self.progress.step
+            self.state.tried_step = self.progress.step
             self.journal = Journal(
                 built.windows,
                 machine=self.machine,
@@ -149,13 +158,29 @@ class Trainer:
                 peak_flops=self._peak_flops,
                 skipped_steps=self.progress.step - self.progress.committed,
             )
-            self._provenance = provenance(
-                self.asked_profile,
-                configured=self.profile,
-                enabled=self.hooks.enabled,
-                store=self.store,
+            self.saver = Saver(
+                self.kept_in,
+                built=built,
+                hooks=self.hooks,
                 machine=self.machine,
-                sessions=self._sessions,
+                store=self.store,
+                state=self.state,
+                listener=self.listener,
+                provenance=provenance(
+                    self.asked_profile,
+                    configured=self.profile,
+                    enabled=self.hooks.enabled,
+                    store=self.store,
+                    machine=self.machine,
+                    sessions=self._sessions,
+                ),
+            )
+            self._scorer = Scorer(
+                built,
+                hooks=self.hooks,
+                machine=self.machine,
+                store=self.store,
+                state=self.state,
             )
             self._leave = stack.pop_all()
         return self
@@ -166,7 +191,7 @@ class Trainer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with self._uncut():
+        with self.state.during(Moment.WRITING):
             self._leave.__exit__(kind, error, traceback)
 
     # the loop ----------------------------------------------------------------------------
@@ -188,15 +213,15 @@ class Trainer:
         except NotFinite:
             raise
         except (Exception, KeyboardInterrupt) as error:
-            self._save_after_error()
-            if self._interrupted and (self.saved_step or 0) == self.progress.step:
+            self.saver.save_after_error(self.journal.flush)
+            if self.state.interrupted and (self.state.saved_step or 0) == self.progress.step:
                 # A signal reaches compilers and workers too, and their end is no error then.
                 raise KeyboardInterrupt from error
             if is_out_of_memory(error) and not isinstance(error, GptfastError):
                 where = f"{self.machine.name}, after step {self.progress.step}"
                 raise out_of_memory(self.profile, where=where) from error
             raise
-        if self.stop_reason is not None and self._tried_step != self.progress.step:
+        if self.stop_reason is not None and self.state.tried_step != self.progress.step:
             # A signal that came when it was already decided what to do after the step.
             self.save()
 
@@ -205,21 +230,28 @@ class Trainer:
 
         Safe in a signal handler.
         """
-        self.stop_reason = reason
-        self._interrupted = True
+        self.state.stop_reason = reason
+        self.state.interrupted = True
 
     @property
     def can_be_cut(self) -> bool:
         """Whether KeyboardInterrupt, raised right here, loses nothing but the step begun."""
-        return not (self._half_done or self._saving)
+        return self.state.can_be_cut
+
+    @property
+    def stop_reason(self) -> str | None:
+        """What ends the run before its last step."""
+        return self.state.stop_reason
 
     def one_step(self) -> Want:
         """Fetch the windows of a step, update the weights, tell the observers."""
         waited = time.perf_counter()
         batch = self.source.next()
         self.journal.waited += time.perf_counter() - waited
-        self._rewind = rewinds(self.machine.device)
-        loss = self._repeated_in_need(lambda: self._gradients(batch))
+        self.state.begin(rewinds(self.machine.device))
+        loss = repeated_with_less(
+            lambda: self._gradients(batch), less=self._with_less, device=self.machine.device
+        )
         self.stepper.unscale(self.optimizer)
         update = Update(self.progress.step + 1, loss, self._clip())
         if self._looks_first:
@@ -227,7 +259,7 @@ class Trainer:
         want = self.hooks.before_step(update)
         factor = lr_factor(self.profile.train, self.progress.committed + 1)
         set_rates(self.optimizer, factor)
-        self._half_done, self._rewind = True, None
+        self.state.commit()
         committed = False
         if Want.SKIP in want:
             self.stepper.skip(self.optimizer)
@@ -253,9 +285,9 @@ class Trainer:
         try:
             want = self.hooks.step(event)
         except GptfastError:
-            self._half_done = False  # those behind the failing plugin have seen the step too
+            self.state.end()  # those behind the failing plugin have seen the step too
             raise
-        self._half_done = False
+        self.state.end()
         return want
 
     def _gradients(self, batch: Batch) -> Tensor:
@@ -285,36 +317,22 @@ class Trainer:
 
     # too little memory -------------------------------------------------------------------
 
-    def _repeated_in_need(self, attempt: Callable[[], T]) -> T:
-        """What `attempt` gives; where it fails and a smaller micro-batch helps, at once more.
-
-        With the same windows and random numbers; nothing may have been committed.
-        """
-        device = self.machine.device
-        rewind = rewinds(device)
-        while True:
-            try:
-                return attempt()
-            except (RuntimeError, MemoryError) as error:
-                changed = self.hooks.recover(error, self.profile)
-                # One of several processes cannot repeat a step in which all take part.
-                if changed is None and self.machine.world == 1:
-                    changed = with_less(self.profile, error)
-                if changed is None:
-                    raise
-            # Behind `except`: the error holds the frames, and with them what fills the memory.
-            self._go_on_with(changed)
-            self.optimizer.zero_grad(set_to_none=True)
-            release_memory(device)
-            rewind()
+    def _with_less(self, error: BaseException) -> Callable[[], None] | None:
+        """What goes on with a smaller micro-batch; None: there is none that helps."""
+        changed = self.hooks.recover(error, self.profile)
+        # One of several processes cannot repeat a step in which all take part.
+        if changed is None and self.machine.world == 1:
+            changed = with_less(self.profile, error)
+        return None if changed is None else partial(self._go_on_with, changed)
 
     def _go_on_with(self, changed: Profile) -> None:
         before, now = self.profile.train.windows_per_micro, changed.train.windows_per_micro
-        self.profile, self.fits = changed, now
+        self.profile, self.state.fits = changed, now
         self.listener.note(
             f"after step {self.progress.step}: {before} windows in a forward pass failed; goes on "
             f"with {now} at a time and the same windows in a step"
         )
+        self.optimizer.zero_grad(set_to_none=True)
 
     # after a step ------------------------------------------------------------------------
 
@@ -323,11 +341,13 @@ class Trainer:
         train, step = self.profile.train, self.progress.step
         self._note_stop(want)
         stopped = self._agreed_to_stop()
-        ends = step == train.steps or (stopped and not self._interrupted)
-        evaluates = self._has_val and (ends or due(train.eval_interval, step) or Want.EVAL in want)
+        ends = step == train.steps or (stopped and not self.state.interrupted)
+        evaluates = self._scorer.has_val and (
+            ends or due(train.eval_interval, step) or Want.EVAL in want
+        )
         self.progress.evaluates = evaluates
         samples = (
-            self._has_text
+            self._scorer.has_text
             and train.sample_tokens > 0
             and (ends or due(train.sample_interval, step))
         )
@@ -336,100 +356,49 @@ class Trainer:
         if saves or due(train.log_interval, step):
             # Also because a loss that is not finite must stop the run before it replaces a good
             # checkpoint.
-            with self._uncut():
+            with self.state.during(Moment.WRITING):
                 self.journal.flush()
         with self.journal.paused():
             if saves:
                 self.save()
-            if evaluates and self.evaluate() is None:
-                return
-            if samples:
-                self._sample()
+            with self.state.during(Moment.SCORING):
+                if evaluates and self.evaluate() is None:
+                    return
+                if samples and (text := self._scorer.sample()) is not None:
+                    self.listener.sampled(step, text)
 
     def _note_stop(self, want: Want) -> None:
         if Want.STOP in want and self.stop_reason is None:
-            self.stop_reason = "a plugin"
+            self.state.stop_reason = "a plugin"
 
     def _agreed_to_stop(self) -> bool:
         """Whether the run stops here; of several processes all do where one is to."""
-        self._agreed = self.stop_reason is not None
-        if self.hooks.can_agree and self.hooks.agree(self._agreed):
+        self.state.agreed = self.stop_reason is not None
+        if self.hooks.can_agree and self.hooks.agree(self.state.agreed):
             if self.stop_reason is None:
                 self.interrupt("another process")
-            self._agreed = True
-        return self._agreed
+            self.state.agreed = True
+        return self.state.agreed
 
     @property
     def _ended(self) -> bool:
         """One process of several goes on until all know that it stops."""
-        return self._agreed if self.hooks.can_agree else self.stop_reason is not None
-
-    @contextmanager
-    def _uncut(self) -> Iterator[None]:
-        """Signals wait until what is inside is done."""
-        self._saving = True
-        try:
-            yield
-        finally:
-            self._saving = False
+        return self.state.agreed if self.hooks.can_agree else self.stop_reason is not None
 
     def save(self) -> None:
         """Write a checkpoint of this step, where the run is kept."""
-        if self.kept_in is None:
-            return
-        with self._uncut():
-            self._write_checkpoint(self.kept_in)
-            keep = self.profile.train.keep_checkpoints
-            self.kept_in.rotate(keep=keep, best=self.progress.best_step)
-
-    def _save_after_error(self) -> None:
-        """Save the last finished step, where that is safe and has not been tried.
-
-        Weights, optimizer, progress and what the observers count change between the call of the
-        stepper and the last observer: an error in there may leave half an update, and nothing is
-        saved. Before it, in the forward and backward pass of the next step, they are those of the
-        last one, and the random numbers that it has drawn are drawn again. After it all observers
-        have seen the step, also those behind a failing one. Evaluations and samples, which may swap
-        weights, only begin once the step is saved. A loss that is not finite is found by the flush.
-        Older checkpoints stay: what failed may have spoilt more than it said.
-        """
-        step = self.progress.step
-        if self.kept_in is None or self._half_done or self._tried_step == step:
-            return
-        if self._rewind is not None:
-            self._rewind()
-        try:
-            with self._uncut():
-                self.journal.flush()
-                self._write_checkpoint(self.kept_in)
-        except (GptfastError, OSError, RuntimeError) as error:
-            self.listener.note(f"step {step} could not be saved after the error below: {error}")
-
-    def _write_checkpoint(self, run: Run) -> None:
-        step = self.progress.step
-        self._tried_step = step  # a full disk is not tried again
-        checkpoint = save_checkpoint(
-            run.checkpoint_folder(step),
-            model=self.raw_model.state_dict(),
-            trainer={
-                "progress": vars(self.progress),
-                "optimizer": self.optimizer.state_dict(),
-                "random": random_state(self.machine.device),
-                "plugins": self.hooks.state(),
-            },
-            tokenizer=self.store.tokenizer_definition,
-            meta={"step": step, "fits": self.fits, **self._provenance},
-        )
-        self.saved_step = step
-        run.point("latest", step)
-        self.listener.saved(step, str(checkpoint.folder))
+        self.saver.save()
 
     def evaluate(self) -> Score | None:
         """Score `val`, tell everybody, remember the best. None: stopped in the middle."""
         start = time.perf_counter()
         max_targets = self.profile.train.eval_tokens
         with self.hooks.eval_scope():
-            score = self._repeated_in_need(lambda: self.score("val", max_targets=max_targets))
+            score = repeated_with_less(
+                lambda: self.score("val", max_targets=max_targets),
+                less=self._with_less,
+                device=self.machine.device,
+            )
         if score is None:
             return None
         step, best = self.progress.step, score.loss < self.progress.best_loss
@@ -472,36 +441,8 @@ class Trainer:
 
     def score(self, split: str, *, max_targets: int | None = None) -> Score | None:
         """The loss of the model as it is over a split."""
-        return evaluate(
-            self.model,
-            self.store,
-            split,
-            block_size=self.profile.model.block_size,
-            batch_size=self.profile.train.windows_per_micro,
-            device=self.machine.device,
-            forward_scope=self.hooks.forward_scope,
-            max_targets=max_targets,
-            should_stop=lambda: self._interrupted,
-        )
-
-    def _sample(self) -> None:
-        from gptfast.run.generate import Sampling, sample_text
-
-        generator = torch.Generator(self.machine.device)
-        generator.manual_seed(self.profile.train.seed + self.progress.step)
-        with self.hooks.eval_scope():
-            text = sample_text(
-                self.raw_model,
-                self.store.tokenizer(),
-                prompt="",
-                max_new_tokens=self.profile.train.sample_tokens,
-                sampling=Sampling(),
-                generator=generator,
-                forward_scope=self.hooks.forward_scope,
-                should_stop=lambda: self._interrupted,
-            )
-        if not self._interrupted:
-            self.listener.sampled(self.progress.step, text)
+        windows = self.profile.train.windows_per_micro
+        return self._scorer.score(split, windows=windows, max_targets=max_targets)
 
 
 def due(interval: int, step: int) -> bool:
