@@ -306,6 +306,27 @@ def test_observers_answers_are_joined_whatever_their_order() -> None:
         failing.step(event)
 
 
+class Answers(Plugin):
+    """Returns from each observing hook what it is told to."""
+
+    class Options(Options):
+        answer: bool | str | None
+
+    def before_step(self, event: Any) -> Any:
+        return self.options.answer
+
+    step = evaluated = before_step
+
+
+@pytest.mark.parametrize("answer", [None, True, "stop"])
+@pytest.mark.parametrize("hook", ["before_step", "step", "evaluated"])
+def test_an_answer_that_is_no_want_is_refused_by_name(hook: str, answer: Any) -> None:
+    hooks = Hooks([enabled("odd", Answers, answer=answer)], note=NOTES)
+    said = rf"plugin odd \(tests 1.0\): {hook} returned {answer!r}, where a Want .*Want.NOTHING"
+    with pytest.raises(GptfastError, match=said):
+        getattr(hooks, hook)(None)
+
+
 class Remembers(Plugin):
     class Options(Options):
         start: int = 0

@@ -299,7 +299,14 @@ def _ask(hook: str, chain: Sequence[Enabled], call: Callable[[Plugin], Want]) ->
     for enabled in chain:
         try:
             with blame(enabled, hook):
-                want |= call(enabled.plugin)
+                answer = call(enabled.plugin)
+                if not isinstance(answer, Want):
+                    raise GptfastError(
+                        f"plugin {enabled.name} ({enabled.package} {enabled.version}): {hook} "
+                        f"returned {answer!r}, where a Want is asked for, as Want.NOTHING: report "
+                        f"it to its authors or use --without {enabled.name}"
+                    )
+                want |= answer
         except GptfastError as error:
             # The others hear of it too, so that what they count agrees in a checkpoint made now.
             first = first or error
