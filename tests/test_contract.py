@@ -324,6 +324,33 @@ def test_a_good_plugin_breaks_nothing_and_a_raising_one_is_named() -> None:
         assert_keeps_contract("one", found=found(one=Raises))
 
 
+class MisnamesHooks(Plugin):
+    claim = Claim.EXACT
+
+    def evaluate(self) -> None: ...
+    def setupp(self) -> None: ...
+    def statd(self) -> None: ...
+    def on_step(self) -> None: ...
+    def observe(self) -> None: ...
+    def _step(self) -> None: ...
+    def ready(self, parts: Parts) -> None: ...
+
+
+class InheritsMisnamed(MisnamesHooks):
+    """A base class of its authors' own is read too."""
+
+
+@pytest.mark.parametrize("plugin", [MisnamesHooks, InheritsMisnamed])
+def test_a_method_named_nearly_as_a_hook_is_reported_with_the_hook(plugin: type[Plugin]) -> None:
+    (fault,) = broken(check_plugin("one", found=found(one=plugin)))
+    assert fault.name == "names of hooks"
+    assert fault.detail == (
+        "nobody calls evaluate (did you mean evaluated?), on_step (did you mean step?), "
+        "setupp (did you mean setup?), statd (did you mean state?): give it the hook's name, or "
+        "one that begins with _ if it is your own"
+    )
+
+
 class HalvesRate(Plugin):
     def configure(self, profile: Profile) -> Profile:
         return profile.replace({"train.learning_rate": profile.train.learning_rate / 2})

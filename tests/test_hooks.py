@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from plugin_helpers import enabled, rig_of
@@ -28,6 +31,7 @@ from gptfast.plugin import (
     Stepper,
     Want,
 )
+from gptfast.run.folder import Run
 
 CPU = find_machine("cpu")
 
@@ -302,6 +306,27 @@ def test_observers_answers_are_joined_whatever_their_order() -> None:
         failing.step(event)
 
 
+class Answers(Plugin):
+    """Returns from each observing hook what it is told to."""
+
+    class Options(Options):
+        answer: bool | str | None
+
+    def before_step(self, event: Any) -> Any:
+        return self.options.answer
+
+    step = evaluated = before_step
+
+
+@pytest.mark.parametrize("answer", [None, True, "stop"])
+@pytest.mark.parametrize("hook", ["before_step", "step", "evaluated"])
+def test_an_answer_that_is_no_want_is_refused_by_name(hook: str, answer: Any) -> None:
+    hooks = Hooks([enabled("odd", Answers, answer=answer)], note=NOTES)
+    said = rf"plugin odd \(tests 1.0\): {hook} returned {answer!r}, where a Want .*Want.NOTHING"
+    with pytest.raises(GptfastError, match=said):
+        getattr(hooks, hook)(None)
+
+
 class Remembers(Plugin):
     class Options(Options):
         start: int = 0
@@ -331,6 +356,59 @@ def test_state_goes_under_the_plugins_name_with_package_version_and_options() ->
     missing = Hooks([fresh, enabled("two", Remembers)], note=NOTES).load_state(states)
     assert missing == ["two"]
     assert fresh.plugin.state() == {"count": 3}
+
+
+class Holds(Plugin):
+    """Has any state that it is told to have."""
+
+    held: Any = None
+
+    def state(self) -> dict[str, Any]:
+        return {"held": self.held}
+
+
+def holding(value: Any) -> Hooks:
+    holder = enabled("holds", Holds)
+    vars(holder.plugin)["held"] = value
+    return Hooks([enabled("one", Remembers), holder], note=NOTES)
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        ({1, 2}, r"state()['held'] is of type set"),
+        ({"a": [1, (torch, 2)]}, r"state()['held']['a'][1][0] is of type module"),
+        (np.float64(1), r"state()['held'] is of type float64"),
+        ({"a": {3: Want.SAVE}}, r"state()['held']['a'][3] is of type Want"),
+        ([{2.5: 1}], r"state()['held'][0] has a key of type float"),
+    ],
+)
+def test_a_state_that_is_not_plain_is_refused_with_its_place(value: Any, fault: str) -> None:
+    said = re.escape(f"plugin holds (tests 1.0): {fault}, which no checkpoint can hold")
+    with pytest.raises(GptfastError, match=said + ".*tensors, numbers.*--without holds"):
+        holding(value).state()
+
+
+def test_a_plain_state_of_any_depth_is_taken() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    value = {"a": [1, 2.5, True, None, "x", ({3: parameter},)], 4: nn.Linear(1, 1).state_dict()}
+    assert holding(value).state()["holds"]["state"] == {"held": value}
+
+
+class HoldsSet(Plugin):
+    def state(self) -> dict[str, Any]:
+        return {"seen": {1}}
+
+
+def test_a_state_that_is_not_plain_writes_no_checkpoint(tmp_path: Path) -> None:
+    with rig_of(holds=HoldsSet) as rig:
+        profile = rig.profile()
+        run = Run.create(tmp_path / "run", profile_toml=profile.to_toml())
+        with pytest.raises(
+            GptfastError, match=r"plugin holds .*state\(\)\['seen'\] is of type set"
+        ):
+            rig.train(profile, run=run, until=3)
+        assert list((tmp_path / "run").rglob("*.pt")) == []
 
 
 def test_every_hook_of_the_contract_is_called_by_someone() -> None:

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
+from gptfast.contract.names import mistaken_hooks
 from gptfast.contract.process import differences, generators, process_state, running_helpers
 from gptfast.contract.tiny import (
     STEPS,
@@ -181,7 +182,11 @@ class _Single:
         return self.rig.train(self.profile)
 
     def promises(self) -> list[Promise]:
-        always = [_promise("options", self.options), _promise("configure", self.configure)]
+        always = [
+            _promise("names of hooks", self.names_of_hooks),
+            _promise("options", self.options),
+            _promise("configure", self.configure),
+        ]
         unsupported = self.rig.unsupported(self.profile)
         if unsupported:
             reason = "; ".join(f"{name}: {why}" for name, why in unsupported.items())
@@ -200,6 +205,17 @@ class _Single:
             _promise("teardown", self.teardown_once),
             _promise("no device sync", self.no_device_sync),
         ]
+
+    def names_of_hooks(self) -> str:
+        """No method is named nearly as a hook is: it would never be called."""
+        mistaken = mistaken_hooks(type(self.plugin))
+        if mistaken:
+            pairs = ", ".join(f"{name} (did you mean {hook}?)" for name, hook in mistaken.items())
+            raise Broken(
+                f"nobody calls {pairs}: give it the hook's name, or one that begins with _ if it "
+                "is your own"
+            )
+        return ""
 
     def options(self) -> str:
         """An option that it does not have is refused, not ignored."""

@@ -13,6 +13,7 @@ from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gptfast.errors import GptfastError, Refused
+from gptfast.host.plain import ALLOWED, not_plain
 from gptfast.host.registry import Enabled
 from gptfast.plugin import (
     Context,
@@ -185,15 +186,26 @@ class Hooks:
     # always ------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Of each plugin, under its name: package, version, options and state."""
+        """Of each plugin, under its name: package, version, options and state.
+
+        Raises:
+            GptfastError: a plugin's state cannot be made or cannot be saved.
+        """
         states = {}
         for enabled in self.enabled:
             with blame(enabled, "state"):
+                state = enabled.plugin.state()
+                if fault := not_plain(state, "state()"):
+                    raise GptfastError(
+                        f"plugin {enabled.name} ({enabled.package} {enabled.version}): {fault}, "
+                        f"which no checkpoint can hold; it may hold {ALLOWED}: report it to its "
+                        f"authors or use --without {enabled.name}"
+                    )
                 states[enabled.name] = {
                     "package": enabled.package,
                     "version": enabled.version,
                     "options": enabled.plugin.options.model_dump(mode="json"),
-                    "state": enabled.plugin.state(),
+                    "state": state,
                 }
         return states
 
@@ -287,7 +299,14 @@ def _ask(hook: str, chain: Sequence[Enabled], call: Callable[[Plugin], Want]) ->
     for enabled in chain:
         try:
             with blame(enabled, hook):
-                want |= call(enabled.plugin)
+                answer = call(enabled.plugin)
+                if not isinstance(answer, Want):
+                    raise GptfastError(
+                        f"plugin {enabled.name} ({enabled.package} {enabled.version}): {hook} "
+                        f"returned {answer!r}, where a Want is asked for, as Want.NOTHING: report "
+                        f"it to its authors or use --without {enabled.name}"
+                    )
+                want |= answer
         except GptfastError as error:
             # The others hear of it too, so that what they count agrees in a checkpoint made now.
             first = first or error
