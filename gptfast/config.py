@@ -7,7 +7,7 @@ one, profile by profile; options on the command line win over both.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ def load(
     plugins: Sequence[str] = (),
     without: Sequence[str] = (),
     folder: Path | None = None,
+    may_be_off: Collection[str] = (),
 ) -> Loaded:
     """Read, resolve and validate one profile.
 
@@ -77,6 +78,7 @@ def load(
         plugins: switched on, keeping the options that the profile gives them.
         without: switched off.
         folder: base of relative paths in `overrides` and in the shipped file; None: current folder.
+        may_be_off: plugins that `without` may name though they are off already.
 
     Raises:
         Refused: a file is unreadable, a key unknown, a value of the wrong kind or impossible.
@@ -88,7 +90,7 @@ def load(
     origins: dict[str, str] = {}
     for layer in layers:
         _merge(tree, _normalised(layer), origins, layer.label)
-    for layer in _option_layers(overrides, plugins, without, tree, folder):
+    for layer in _option_layers(overrides, plugins, without, tree, folder, may_be_off):
         _merge(tree, _normalised(layer), origins, layer.label)
     tree["plugins"] = {
         plugin: options
@@ -210,6 +212,7 @@ def _option_layers(
     without: Sequence[str],
     tree: Mapping[str, Any],
     folder: Path,
+    may_be_off: Collection[str],
 ) -> list[_Layer]:
     layers = []
     for override in overrides:
@@ -228,7 +231,7 @@ def _option_layers(
         layers.append(_Layer(f"--plugin {plugin}:", folder, {"plugins": {plugin: True}}))
     for plugin in without:
         on = {p for p, options in tree.get("plugins", {}).items() if options is not False}
-        if plugin not in on | set(plugins):
+        if plugin not in {*on, *plugins, *may_be_off}:
             raise Refused(f"--without {plugin}: it is not on: {nearest(plugin, on)}")
         layers.append(_Layer(f"--without {plugin}:", folder, {"plugins": {plugin: False}}))
     return layers

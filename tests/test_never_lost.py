@@ -879,3 +879,23 @@ def test_a_signal_after_the_last_step_says_what_is_missing(
     else:
         assert "SIGINT after the last step, 4, which is saved: the run is complete" in error
     assert [r["step"] for r in rare.metrics() if r["kind"] == "eval"] == [4]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="modes are POSIX")
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_all_files_of_a_run_have_the_modes_that_the_umask_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gptfast.toml").write_text(PROFILE)
+    before = os.umask(umask)
+    try:
+        write_tiny_store(tmp_path / "tiny.h5")
+        assert train("--profile", "tiny", "--run", "one", "--stop-at", "2") == 0
+    finally:
+        os.umask(before)
+    files = [tmp_path / "tiny.h5", *(tmp_path / "runs").rglob("*")]
+    modes = {path.name: path.stat().st_mode & 0o777 for path in files if path.is_file()}
+    assert "model.safetensors" in modes
+    modes.pop("lock")  # nobody else's to take: filelock's own
+    assert modes == dict.fromkeys(modes, 0o666 & ~umask)

@@ -243,6 +243,46 @@ def test_another_learning_rate_and_length_are_taken_and_said(
     assert sorted(rates) == list(range(1, 9))
 
 
+def test_a_second_resume_goes_on_with_what_the_first_was_given(
+    train: Train, run: Run, tmp_path: Path, capsys: Captured
+) -> None:
+    assert train("--stop-at", "2", "--plugin", "averages") == 0
+    began = (run.folder / "profile.toml").read_text("utf-8")
+    (tmp_path / "tiny.h5").rename(tmp_path / "moved.h5")
+    given = ("--set", "train.steps=8", "--set", "train.batch_size=6", "--without", "averages")
+    given += ("--set", "data.path=moved.h5", "--plugin", "ema")
+    assert train("--resume", "--stop-at", "3", *given) == 0
+    goes_on = (run.folder / "profile.toml").read_text("utf-8")
+    assert goes_on != began
+    capsys.readouterr()
+    assert train("--resume", "--stop-at", "4") == 0
+    out = capsys.readouterr()
+    assert "resumed with" not in out.out + out.err
+    assert (run.folder / "profile.toml").read_text("utf-8") == goes_on
+    assert train("--resume", "--stop-at", "5", *given) == 0, "the same command line, once more"
+    assert train("--resume", "--set", "train.steps=6") == 0
+    assert run.steps()[-1] == 6, "what is given now wins"
+    meta = run.latest().meta
+    assert meta["profile"]["train"]["batch_size"] == 6
+    assert sorted(meta["profile"]["plugins"]) == ["ema"]
+    first, second, third, fourth, fifth = (one["changes"] for one in meta["sessions"])
+    assert (first, third, fourth) == ([], [], [])
+    assert "train.steps 20 -> 8" in second
+    assert "plugins.averages on -> off" in second
+    assert f"data.path {tmp_path / 'tiny.h5'} -> {tmp_path / 'moved.h5'}" in second
+    assert fifth == ["train.steps 8 -> 6"]
+    assert main(["runs", "show", "one"]) == 0
+    assert "train.steps 8 -> 6" in capsys.readouterr().out
+
+
+def test_a_refused_resume_leaves_the_profile_of_the_run(train: Train, run: Run) -> None:
+    assert train("--stop-at", "2") == 0
+    began = (run.folder / "profile.toml").read_text("utf-8")
+    assert train("--resume", "--set", "train.steps=8", "--set", "model.n_layer=3") == 2
+    assert train("--resume", "--set", "train.steps=8", "--without", "emma") == 2
+    assert (run.folder / "profile.toml").read_text("utf-8") == began
+
+
 def test_other_options_of_a_plugin_are_said(train: Train, run: Run, capsys: Captured) -> None:
     assert train("--stop-at", "2", "--set", "plugins.ema.decay=0.5", "--plugin", "averages") == 0
     capsys.readouterr()

@@ -258,6 +258,22 @@ def test_options_that_do_not_go_together_are_refused(
 
 
 @pytest.mark.usefixtures("at_hand")
+def test_a_run_as_short_as_its_warm_up_is_evaluated_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tiny_store(tmp_path / "tiny.h5")
+    profile = tiny_profile({"batch-warmup": {"start": 1, "steps": 4}}).replace(
+        {"data.path": str(tmp_path / "tiny.h5"), "train.steps": 6}
+    )
+    (tmp_path / "race.toml").write_text(profile.to_toml())
+    options = ["--to-loss", "1e-6", "--seeds", "1", "--max-steps", "6", "--every", "6"]
+    assert main(["bench", "--config", "race.toml", *options, "--device", "cpu"]) == 0
+    out = capsys.readouterr()
+    assert f"{PLAIN}: never reached within 6 steps" in out.out + out.err
+
+
+@pytest.mark.usefixtures("at_hand")
 def test_a_race_of_real_trainings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The windows of a seed are the same for all; batch-warmup sees fewer of them."""
     write_tiny_store(tmp_path / "tiny.h5")

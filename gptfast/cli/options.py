@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,13 @@ def profile_options(
         context = click.get_current_context()
         if context.invoked_subcommand is not None:
             return None
+        may_be_off: Collection[str] = ()
         if profile is None and config is None and default_config is not None:
             config = default_config(kwargs)
+            if config is not None and without:  # said again with the command line of before
+                from gptfast.host.registry import discover
+
+                may_be_off = discover()
         loaded = load(
             profile,
             config=config,
@@ -90,6 +95,7 @@ def profile_options(
             plugins=asked,
             without=without,
             folder=context.obj.folder,
+            may_be_off=may_be_off,
         )
         return function(*args, loaded=loaded, asked=asked, **kwargs)
 

@@ -99,11 +99,12 @@ def _lines(app: App, facts: dict[str, Any]) -> list[tuple[str, str]]:
     for session in facts["sessions"]:
         first_s = session["first_step_s"]
         first = "" if first_s is None else f", first step {first_s:.1f} s"
+        changes = "".join(f", {change}" for change in session.get("changes", ()))  # 0.1.0 kept none
         lines.append(
             (
                 f"from step {session['after_step'] + 1}",
                 f"{session['started']}  {shlex.join(session['command'])}  "
-                f"(git {session['git_commit'] or 'unknown'}){first}",
+                f"(git {session['git_commit'] or 'unknown'}){first}{changes}",
             )
         )
     for one in facts["checkpoints"]:

@@ -19,7 +19,7 @@ MOST_SHOWN = 20
 
 
 def _profile_of_run(options: dict[str, Any]) -> Path | None:
-    """A resumed run goes on with the profile that it was started with."""
+    """A resumed run goes on with the profile of its last session."""
     from gptfast.run.folder import run_folder
 
     if not (options["resume"] and options["run"]):

@@ -226,6 +226,7 @@ def save_checkpoint(
         save_file(tensors, path, metadata={"format": "pt", "crc32": _crc32(tensors)})
         with (temporary / "trainer.pt").open("wb") as file:  # torch's own would hide the reason
             torch.save(dict(trainer), file)
+        shutil.copymode(temporary / "trainer.pt", path)  # safetensors lets only the owner read
         (temporary / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
         (temporary / "meta.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
         for path in temporary.iterdir():

@@ -109,6 +109,15 @@ class Run:
             raise Refused(f"{folder}: no checkpoint to resume from: start it without --resume")
         return run
 
+    def keep_profile(self, profile_toml: str) -> None:
+        """The profile that the next session goes on with.
+
+        Raises:
+            GptfastError: the disk is full or not writable.
+        """
+        with _saying_how_to_go_on(self.folder / "profile.toml"):
+            replace_text(self.folder / "profile.toml", profile_toml)
+
     def _tidy(self) -> None:
         for path in self.checkpoints.iterdir():
             match = UNFINISHED.fullmatch(path.name)

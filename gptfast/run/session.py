@@ -192,9 +192,10 @@ def train(
                 "start one process"
             )
         kept = None
+        changes: list[str] = []
         if keeper and found:
             kept = Run(at)
-            _resume(kept, found, setting, note=listener.note)
+            changes = _resume(kept, found, setting, note=listener.note)
         elif keeper:
             kept = Run.create(at, profile_toml=profile.to_toml())
         for warning in [*registry.shadowed(registry.discover()), *doubts(profile)]:
@@ -215,12 +216,14 @@ def train(
             listener=listener,
             peak_flops=peak,
             fits=fits,
-            sessions=_sessions(checkpoint, command, git_commit(folder)),
+            sessions=_sessions(checkpoint, command, git_commit(folder), changes),
         )
         grace_s = GRACE_S if machine.world == 1 else GRACE_TOGETHER_S
         with signals_stop(trainer, grace_s=grace_s) as caught:
             try:
                 with trainer:
+                    if kept and found:  # not before: by now every process has read the old one
+                        kept.keep_profile(profile.to_toml())
                     listener.started(run_info(trainer, selection, kept, peak))
                     trainer.run(stop_at)
             except KeyboardInterrupt:
@@ -234,8 +237,10 @@ def train(
     return finished
 
 
-def _resume(run: Run, found: Resumable, setting: Setting, *, note: Callable[[str], None]) -> None:
-    """Say what has changed, and set damaged checkpoints aside."""
+def _resume(
+    run: Run, found: Resumable, setting: Setting, *, note: Callable[[str], None]
+) -> list[str]:
+    """Say and give back what has changed, and set damaged checkpoints aside."""
     changes = check_resume(found.checkpoint, setting)
     for step, reason in found.damaged.items():
         aside = run.set_aside(step)
@@ -245,10 +250,14 @@ def _resume(run: Run, found: Resumable, setting: Setting, *, note: Callable[[str
         )
     for change in changes:
         note(f"resumed with {change}")
+    return changes
 
 
 def _sessions(
-    checkpoint: Checkpoint | None, command: Sequence[str], commit: str | None
+    checkpoint: Checkpoint | None,
+    command: Sequence[str],
+    commit: str | None,
+    changes: Sequence[str],
 ) -> list[dict[str, Any]]:
     """How the run was started and each time resumed, this time included."""
     before = checkpoint.meta.get("sessions", []) if checkpoint else []
@@ -257,6 +266,7 @@ def _sessions(
         "started": datetime.now().isoformat(" ", timespec="seconds"),
         "command": list(command),
         "git_commit": commit,
+        "changes": list(changes),
     }
     return [*before, now]
 
@@ -365,6 +375,7 @@ def check_resume(checkpoint: Checkpoint, setting: Setting) -> list[str]:
     if shape:
         _refuse(checkpoint, "model", ", ".join(shape))
     return [
+        *_differences({"path": meta["data"]["path"]}, {"path": str(setting.store.path)}, "data."),
         *_differences(saved["train"], profile.train.model_dump(), "train."),
         *_plugin_differences(saved["plugins"], profile.plugins),
         *_differences(meta.get("versions", {}), versions(), "version of "),

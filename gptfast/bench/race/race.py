@@ -265,7 +265,9 @@ class _Runner:
         """Whether it is still under way."""
         if self.attempt.failure is not None:
             return False
-        return self.reached is None and self._step < self.contender.most_steps
+        # A warm-up may have been as long as the run, which is yet to be evaluated.
+        under_way = not self.points or self._step < self.contender.most_steps
+        return self.reached is None and under_way
 
     @property
     def reached(self) -> Point | None:
