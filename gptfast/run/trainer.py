@@ -148,6 +148,7 @@ class Trainer:
                 ),
                 peak_flops=self._peak_flops,
                 skipped_steps=self.progress.step - self.progress.committed,
+                plugin_metrics=self.hooks.metrics,
             )
             self._provenance = provenance(
                 self.asked_profile,
@@ -400,7 +401,7 @@ class Trainer:
             self._rewind()
         try:
             with self._uncut():
-                self.journal.flush()
+                self.journal.flush(asks_plugins=False)
                 self._write_checkpoint(self.kept_in)
         except (GptfastError, OSError, RuntimeError) as error:
             self.listener.note(f"step {step} could not be saved after the error below: {error}")
