@@ -459,6 +459,14 @@ class Plugin:
         """Observer, after every evaluation."""
         return Want.NOTHING
 
+    def metrics(self) -> Mapping[str, float | Tensor]:
+        """Observer, at logged steps alone: numbers for the log, each under a name without a dot.
+
+        They are logged as `PLUGIN.NAME`. A tensor has one element and is read here, where the
+        device is waited for anyway. What is not finite is null in `metrics.jsonl`.
+        """
+        return {}
+
     # teardown ----------------------------------------------------------------------------
 
     def teardown(self) -> None:

@@ -6,7 +6,8 @@ Imports no torch, so that the console can be tried on records alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from gptfast.plugin import Evaluated
@@ -78,6 +79,8 @@ class Logged:
     """Updates that the stepper skipped since the start."""
     epoch: float
     """Passes over the training split so far."""
+    plugin_metrics: Mapping[str, float] = field(default_factory=dict)
+    """What plugins say of themselves at the interval's last step, as PLUGIN.NAME."""
 
 
 EvalRecord = Evaluated

@@ -14,6 +14,7 @@ https://docs.pytorch.org/docs/stable/amp.html
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -123,6 +124,9 @@ class Amp(Plugin):
 
     def build_stepper(self) -> Stepper | None:
         return None if self._scaler is None else ScaledStepper(self._scaler)
+
+    def metrics(self) -> Mapping[str, float]:
+        return {} if self._scaler is None else {"scale": self._scaler.get_scale()}
 
     def state(self) -> dict[str, Any]:
         return {} if self._scaler is None else {"scaler": self._scaler.state_dict()}

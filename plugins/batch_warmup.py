@@ -14,12 +14,25 @@ Source: McCandlish et al. 2018, An Empirical Model of Large-Batch Training.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field
 
-from gptfast.plugin import Batch, Claim, Context, Options, Plugin, Refused, Source, Stage, doubling
+from gptfast.plugin import (
+    Batch,
+    Claim,
+    Context,
+    Options,
+    Plugin,
+    Refused,
+    Source,
+    Stage,
+    Stepped,
+    Want,
+    doubling,
+)
 
 
 class FewerWindows:
@@ -77,6 +90,15 @@ class BatchWarmup(Plugin):
                 f"= {size}: lower it or use --without batch-warmup"
             )
         self._world = context.machine.world
+        self._whole = size
 
     def wrap_source(self, source: Source) -> Source:
         return FewerWindows(source, self.options, self._world)
+
+    def step(self, event: Stepped) -> Want:
+        self._step = event.step
+        return Want.NOTHING
+
+    def metrics(self) -> Mapping[str, float]:
+        start, steps = self.options.start, self.options.steps
+        return {"windows": doubling(self._step, start=start, whole=self._whole, steps=steps)}

@@ -17,7 +17,7 @@ Source: Polyak and Juditsky 1992; torch.optim.swa_utils.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,6 +92,9 @@ class EMA(Plugin):
             yield
         finally:
             exchange(*pair)
+
+    def metrics(self) -> Mapping[str, float]:
+        return {"decay": decay_at(self._updates, self.options.decay)}
 
     def state(self) -> dict[str, Any]:
         return {"average": self._average, "updates": self._updates}

@@ -14,12 +14,25 @@ Source: Li et al. 2021, The Stability-Efficiency Dilemma: Investigating Sequence
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field
 
-from gptfast.plugin import Batch, Claim, Context, Options, Plugin, Refused, Source, Stage, doubling
+from gptfast.plugin import (
+    Batch,
+    Claim,
+    Context,
+    Options,
+    Plugin,
+    Refused,
+    Source,
+    Stage,
+    Stepped,
+    Want,
+    doubling,
+)
 
 
 class ShorterWindows:
@@ -70,5 +83,15 @@ class SequenceWarmup(Plugin):
                 f"model.block_size = {block_size}: lower it or use --without sequence-warmup"
             )
 
+        self._whole = block_size
+
     def wrap_source(self, source: Source) -> Source:
         return ShorterWindows(source, self.options)
+
+    def step(self, event: Stepped) -> Want:
+        self._step = event.step
+        return Want.NOTHING
+
+    def metrics(self) -> Mapping[str, float]:
+        start, steps = self.options.start, self.options.steps
+        return {"block_size": doubling(self._step, start=start, whole=self._whole, steps=steps)}

@@ -113,6 +113,9 @@ class SpikeGuard(Plugin):
         )
         self._in_a_row = 0
 
+    def metrics(self) -> Mapping[str, float]:
+        return {"skipped": self._skipped}
+
     def teardown(self) -> None:
         if self._values:  # it has been training, and not only evaluating
             self._note(f"plugin spike-guard: {self._skipped} of {self._steps} steps were skipped")

@@ -191,6 +191,10 @@ class EveryHook(Plugin):
         self.say("evaluated")
         return Want.NOTHING
 
+    def metrics(self):
+        self.say("metrics")
+        return {"hooks": 1}
+
     def teardown(self):
         self.say("teardown")
 

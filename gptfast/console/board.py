@@ -94,6 +94,8 @@ class Board:
             Text(),
             self._numbers(two_columns=inner >= TWO_COLUMNS_FROM),
         ]
+        if self.last is not None and self.last.plugin_metrics:
+            rows.append(self._plugin_metrics(self.last))
         if self.info.plugins or self.info.skipped:
             rows += [Text(), self._plugins()]
         info = self.info
@@ -183,6 +185,11 @@ class Board:
         if self.saved is not None:
             yield "checkpoint", f"step {self.saved:,}"
 
+    def _plugin_metrics(self, record: Logged) -> Table:
+        grid = _grid()
+        grid.add_row(_label("metrics"), Text(self._spelt(", ".join(metrics_in_words(record)))))
+        return grid
+
     def _plugins(self) -> Table:
         grid = _grid()
         if self.info.plugins:
@@ -201,6 +208,12 @@ class Board:
 
     def _spelt(self, text: str) -> str:
         return one_line(text, ascii_only=self.ascii_only)
+
+
+def metrics_in_words(record: Logged) -> Iterator[str]:
+    """What plugins say of themselves, a few words each."""
+    for name, value in record.plugin_metrics.items():
+        yield f"{name} {value:.5g}"
 
 
 def _machine(record: Logged) -> Iterator[Cell]:

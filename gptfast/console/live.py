@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from gptfast.console.board import MAX_WIDTH, Board
+from gptfast.console.board import MAX_WIDTH, Board, metrics_in_words
 from gptfast.console.console import Console
 from gptfast.console.curve import loss_curve
 from gptfast.console.progress import Clock, Pace
@@ -150,6 +150,7 @@ class PlainView:
             parts.append(f"data wait {record.data_wait_ms / record.step_ms:.0%}")
         if record.skipped_steps:
             parts.append(f"skipped {record.skipped_steps}")
+        parts += map(one_line, metrics_in_words(record))
         self._step(record.step, *parts, f"eta {clock(self._board.remaining)}")
 
     def evaluated(self, record: EvalRecord) -> None:

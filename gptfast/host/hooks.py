@@ -6,8 +6,9 @@ an attribute look-up.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from numbers import Real
 from traceback import walk_tb
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -64,6 +65,7 @@ class Hooks:
         self._agree = overriding["agree"]
         self._eval_scope = overriding["eval_scope"]
         self._evaluated = overriding["evaluated"]
+        self._metrics = overriding["metrics"]
         self._load_state = overriding["load_state"]
 
     def __enter__(self) -> Hooks:
@@ -183,6 +185,18 @@ class Hooks:
     def evaluated(self, event: Evaluated) -> Want:
         return _ask("evaluated", self._evaluated, lambda p: p.evaluated(event))
 
+    def metrics(self) -> dict[str, float]:
+        """The plugins' numbers, as `PLUGIN.NAME`. Waits for the device where one is a tensor."""
+        values: dict[str, float] = {}
+        for enabled in self._metrics:
+            with blame(enabled, "metrics"):
+                answer: object = enabled.plugin.metrics()
+                if not isinstance(answer, Mapping):
+                    raise TypeError(f"{answer!r} is no mapping of names to numbers")
+                for name, value in answer.items():
+                    values[f"{enabled.name}.{_metric_name(name)}"] = _number(name, value)
+        return values
+
     # always ------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
@@ -255,6 +269,22 @@ def _wrote(plugin: Plugin, code: CodeType) -> bool:
 
 def _overrides(plugin: Plugin, hook: str) -> bool:
     return getattr(type(plugin), hook) is not getattr(Plugin, hook)
+
+
+def _metric_name(name: object) -> str:
+    if not isinstance(name, str) or not name or "." in name:
+        raise ValueError(f"{name!r} is no name of a metric: a text without a dot is")
+    return name
+
+
+def _number(name: str, value: object) -> float:
+    from torch import Tensor
+
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} is neither a number nor a tensor of one element: {value!r}")
+    return float(value)
 
 
 def _fold(hook: str, chain: Sequence[Enabled], value: T, call: Callable[[Plugin, T], T]) -> T:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ class Journal:
         run: whose metrics to write; None: nobody's.
         flops_per_token, peak_flops: for the share of the matmul peak that the steps reach.
         skipped_steps: updates skipped before this session.
+        plugin_metrics: reads the plugins' numbers; called where a log is due and nowhere else.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Journal:
         flops_per_token: int,
         peak_flops: float | None,
         skipped_steps: int,
+        plugin_metrics: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self.waited = 0.0
         """Seconds spent waiting for windows since the last flush."""
@@ -53,6 +56,7 @@ class Journal:
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
         self._skipped_steps = skipped_steps
+        self._plugin_metrics = plugin_metrics
         self.first_step_s: float | None = None
         """Of this session: compiling and first calls are in it."""
         self._untold_first_s: float | None = None
@@ -84,11 +88,15 @@ class Journal:
         yield
         self._start += time.perf_counter() - paused
 
-    def flush(self) -> None:
+    def flush(self, *, asks_plugins: bool = True) -> None:
         """Log the steps since the last time.
+
+        Args:
+            asks_plugins: for their metrics; not where an error is to be survived.
 
         Raises:
             NotFinite: a loss or an applied gradient is not finite; nothing is logged.
+            GptfastError: a plugin's metrics are none; the steps are logged without them.
         """
         steps, self._steps = self._steps, []
         if not steps:
@@ -104,22 +112,34 @@ class Journal:
         self.loss = sum(losses) / len(losses)
         self._skipped_steps += sum(not step.committed for step in steps)
         durations = self._durations(len(steps), seconds)
+        failure: GptfastError | None = None
+        values: Mapping[str, float] = {}
+        try:
+            values = self._plugin_metrics() if asks_plugins else {}
+        except GptfastError as error:
+            # The steps are done, and a checkpoint made now holds them: their log must not lack.
+            failure = error
         if self._run is not None:
-            self._run.log(
+            records: list[dict[str, Any]] = [
                 {
                     "kind": "step",
                     "step": step.step,
                     "loss": loss,
-                    "grad_norm": norm if math.isfinite(norm) else None,
+                    "grad_norm": _or_null(norm),
                     "learning_rate": step.learning_rate,
                     "tokens": step.tokens,
                     "committed": step.committed,
                     "step_ms": step_s * 1e3,
                 }
                 for step, loss, norm, step_s in zip(steps, losses, norms, durations, strict=True)
-            )
-        self._listener.logged(self._record(steps, norms[-1], durations))
+            ]
+            # Read once for all, they are true of the last step alone.
+            records[-1] |= {name: _or_null(value) for name, value in values.items()}
+            self._run.log(records)
+        self._listener.logged(self._record(steps, norms[-1], durations, values))
         self.waited = 0.0
+        if failure is not None:
+            raise failure
 
     def _durations(self, n_steps: int, seconds: float) -> list[float]:
         """Of each step: the first of a session has its own, the others share `seconds`."""
@@ -129,7 +149,13 @@ class Journal:
         others = n_steps - 1
         return [first_s, *[seconds / max(1, others)] * others]
 
-    def _record(self, steps: list[Stepped], grad_norm: float, durations: list[float]) -> Logged:
+    def _record(
+        self,
+        steps: list[Stepped],
+        grad_norm: float,
+        durations: list[float],
+        plugin_metrics: Mapping[str, float],
+    ) -> Logged:
         last, step_s = steps[-1], durations[-1]
         # All but the first of a session, unless that is the only one, took the same.
         alike = [step.tokens for step, s in zip(steps, durations, strict=True) if s == step_s]
@@ -151,6 +177,7 @@ class Journal:
             memory_bytes=peak_memory_bytes(self._machine.device),
             skipped_steps=self._skipped_steps,
             epoch=self._windows.order.epoch(last.step, self._windows.batch_size),
+            plugin_metrics=plugin_metrics,
         )
 
     def _check(self, step: int, loss: float, norm: float, *, applied: bool) -> None:
@@ -168,3 +195,8 @@ class Journal:
             f"{'applied and not saved' if applied else 'not applied'}; {good}: lower "
             "train.learning_rate or set train.grad_clip and use --resume"
         )
+
+
+def _or_null(value: float) -> float | None:
+    """JSON has no word for what is not finite."""
+    return value if math.isfinite(value) else None

@@ -157,6 +157,7 @@ class Trainer:
                 ),
                 peak_flops=self._peak_flops,
                 skipped_steps=self.progress.step - self.progress.committed,
+                plugin_metrics=self.hooks.metrics,
             )
             self.saver = Saver(
                 self.kept_in,
@@ -213,7 +214,7 @@ class Trainer:
         except NotFinite:
             raise
         except (Exception, KeyboardInterrupt) as error:
-            self.saver.save_after_error(self.journal.flush)
+            self.saver.save_after_error(partial(self.journal.flush, asks_plugins=False))
             if self.state.interrupted and (self.state.saved_step or 0) == self.progress.step:
                 # A signal reaches compilers and workers too, and their end is no error then.
                 raise KeyboardInterrupt from error
