@@ -351,6 +351,41 @@ def test_a_method_named_nearly_as_a_hook_is_reported_with_the_hook(plugin: type[
     )
 
 
+class OnlyGives(Plugin):
+    claim = Claim.EXACT
+
+    def state(self) -> dict[str, Any]:
+        return {"count": 1}
+
+
+class OnlyTakes(Plugin):
+    claim = Claim.EXACT
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+class GivesNothing(Plugin):
+    claim = Claim.EXACT
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("plugin", "said"),
+    [
+        (OnlyGives, ["one has state and no load_state: write load_state, too"]),
+        (OnlyTakes, ["one has load_state and no state: write state, too"]),
+        (GivesNothing, []),
+    ],
+)
+def test_a_state_that_goes_one_way_only_breaks_the_resume(
+    plugin: type[Plugin], said: list[str]
+) -> None:
+    faults = broken(check_plugin("one", found=found(one=plugin)))
+    assert [(fault.name, fault.detail) for fault in faults] == [("resume", line) for line in said]
+
+
 class HalvesRate(Plugin):
     def configure(self, profile: Profile) -> Profile:
         return profile.replace({"train.learning_rate": profile.train.learning_rate / 2})

@@ -394,10 +394,23 @@ def _resumes(rig: Rig) -> str:
     with tempfile.TemporaryDirectory(dir=rig.folder) as folder:
         run = Run.create(Path(folder), profile_toml=profile.to_toml())
         stopped = rig.train(profile, run=run, until=STOP)
-        resumed = rig.train(profile, run=run, checkpoint=run.latest())
+        saved = run.latest()
+        _require_both_ways(rig.plan(profile), saved.load_trainer()["plugins"])
+        resumed = rig.train(profile, run=run, checkpoint=saved)
     whole = Outcome(stopped.losses + resumed.losses, resumed.weights, resumed.val_loss)
     rig.require_equal(whole, straight, what="resumed and uninterrupted")
     return f"equal after stopping at step {STOP} of {STEPS}"
+
+
+def _require_both_ways(plugins: Sequence[Enabled], saved: Mapping[str, Any]) -> None:
+    """Who saves a state takes it back, and the other way round."""
+    for enabled in plugins:
+        kind = type(enabled.plugin)
+        gives, takes = kind.state is not Plugin.state, kind.load_state is not Plugin.load_state
+        if takes and not gives:
+            raise Broken(f"{enabled.name} has load_state and no state: write state, too")
+        if gives and not takes and saved[enabled.name]["state"]:
+            raise Broken(f"{enabled.name} has state and no load_state: write load_state, too")
 
 
 # helpers of the promises -----------------------------------------------------------------------
