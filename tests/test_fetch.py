@@ -158,7 +158,7 @@ def test_a_killed_download_goes_on(whole: bool, site: Site, tmp_path: Path) -> N
     """Also one that was killed between its last byte and its name."""
     path = tmp_path / "file"
     script = (
-        "import sys, time, os; from pathlib import Path; from gptfast.data import fetch\n"
+        "import sys, time, os; from pathlib import Path; from gptfast.data.prepare import fetch\n"
         "fetch.Partial.finish = lambda *a: time.sleep(60)\n"
         "fetch.fetch(sys.argv[1], Path(sys.argv[2]), sha256=None, note=print)\n"
     )
