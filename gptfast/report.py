@@ -115,6 +115,8 @@ class Course:
     val: list[tuple[int, float]]
     """Validation loss, in nats."""
     tokens_per_s: list[tuple[int, float]]
+    metrics: Mapping[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """Of the plugins, by PLUGIN.NAME; what is not finite is left out."""
 
 
 class Listener(Protocol):

@@ -332,6 +332,23 @@ def test_runs_in_the_terminal_share_one_chart() -> None:
     assert "A slow 100   B fast 200" in parts[5]
 
 
+def test_a_number_of_a_plugin_is_plotted_by_its_name(folder: Path, capsys: Captured) -> None:
+    run = Run(folder / "runs" / "one")
+    run.log({**record, "x.y": 2.0 * record["step"]} for record in run.metrics())
+    run.log([{**run.metrics()[-1], "x.y": None}])
+    assert main(["runs", "plot", "one", "--metric", "x.y", "--out", "a.svg"]) == 0
+    words = "".join(ElementTree.fromstring(Path("a.svg").read_text("utf-8")).itertext())
+    assert "x.y" in words
+    assert "loss" not in words
+    capsys.readouterr()
+    assert main(["runs", "plot", "one", "--metric", "x.y"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("x.y\n")
+    assert "A one " in shown
+    assert main(["runs", "plot", "one", "--metric", "x.z"]) == 2
+    assert "--metric x.z: not logged by run one: name one of x.y" in capsys.readouterr().err
+
+
 def test_a_run_of_one_step_has_no_curve_and_says_so() -> None:
     parts = [part.plain for part in in_terminal([course(n=1)], width=60)]
     assert "too few steps to plot" in parts

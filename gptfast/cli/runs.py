@@ -124,19 +124,31 @@ def _lines(app: App, facts: dict[str, Any]) -> list[tuple[str, str]]:
     multiple=True,
     help="Write one picture of all runs; may be repeated.  [default: plot in the terminal]",
 )
+@click.option(
+    "--metric",
+    metavar="PLUGIN.NAME",
+    help="Plot a number that a plugin logs, as spike-guard.skipped, instead.",
+)
 @click.pass_obj
-def plot(app: App, *, names: tuple[str, ...], files: tuple[Path, ...]) -> None:
+def plot(app: App, *, names: tuple[str, ...], files: tuple[Path, ...], metric: str | None) -> None:
     """Plot loss and speed of runs over their steps."""
     from gptfast.console.plot import in_terminal, write
+    from gptfast.errors import Refused
     from gptfast.run.folder import find_run
 
     courses = [find_run(name, parent=app.folder / "runs").course() for name in names]
+    for course in courses:
+        if metric is not None and metric not in course.metrics:
+            has = ", ".join(course.metrics) or "none"
+            raise Refused(f"--metric {metric}: not logged by run {course.name}: name one of {has}")
     for file in files:
-        write(app.folder / file, courses)
+        write(app.folder / file, courses, metric=metric)
         app.console.line(f"wrote {app.console.path(str(app.folder / file))}")
     if not files:
         console = app.console
-        for part in in_terminal(courses, width=console.width, ascii_only=console.ascii_only):
+        for part in in_terminal(
+            courses, width=console.width, ascii_only=console.ascii_only, metric=metric
+        ):
             console.show(part)
 
 

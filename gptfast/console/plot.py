@@ -1,4 +1,6 @@
-"""Loss and speed of runs over their steps: as a picture, by matplotlib, and with characters."""
+"""Loss and speed of runs over their steps, or one number of a plugin: as a picture, by matplotlib,
+and with characters.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,14 @@ NARROWEST = 24
 """Columns of the least plot that can be read."""
 
 
-def picture(courses: Sequence[Course], *, suffix: str) -> bytes:
+def picture(courses: Sequence[Course], *, suffix: str, metric: str | None = None) -> bytes:
     """A file of both charts, loss above tokens per second, each run in a colour of its own.
 
     The same runs give the same bytes with the same matplotlib.
 
     Args:
         suffix: one of FORMATS.
+        metric: a plugin's number, to be drawn instead.
 
     Raises:
         Refused: matplotlib is not installed.
@@ -50,7 +53,10 @@ def picture(courses: Sequence[Course], *, suffix: str) -> bytes:
     # SVG ids are random and dates are now, unless told otherwise.
     with matplotlib.rc_context({"svg.hashsalt": "gptfast", "svg.fonttype": "none"}):
         figure = Figure(figsize=(9, 7), layout="constrained")
-        _draw(figure, courses)
+        if metric is None:
+            _draw(figure, courses)
+        else:
+            _draw_metric(figure, courses, metric)
         file = io.BytesIO()
         metadata = {"Date": None} if suffix == ".svg" else {}
         figure.savefig(file, format=suffix.removeprefix("."), dpi=150, metadata=metadata)
@@ -84,6 +90,18 @@ def _draw(figure: Figure, courses: Sequence[Course]) -> None:
         axes.grid(alpha=0.3)
 
 
+def _draw_metric(figure: Figure, courses: Sequence[Course], metric: str) -> None:
+    axes = figure.subplots()
+    for number, course in enumerate(courses):
+        name = one_line(course.name).replace("$", r"\$")
+        columns = _columns(course.metrics[metric])
+        axes.plot(*columns, color=f"C{number % 10}", linewidth=1, label=name)
+    axes.set_ylabel(one_line(metric).replace("$", r"\$"))
+    axes.set_xlabel("step")
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+
+
 def _columns(points: Sequence[Point]) -> tuple[list[int], list[float]]:
     kept = _thinned(points, MAX_POINTS)
     return [step for step, _ in kept], [value for _, value in kept]
@@ -97,10 +115,22 @@ def _thinned(points: Sequence[Point], capacity: int) -> list[Point]:
 
 
 def in_terminal(
-    courses: Sequence[Course], *, width: int, ascii_only: bool = False
+    courses: Sequence[Course], *, width: int, ascii_only: bool = False, metric: str | None = None
 ) -> Iterator[Text]:
-    """Of one run its losses, and its speed as one line of blocks; several in charts of all."""
+    """Of one run its losses, and its speed as one line of blocks; several in charts of all.
+
+    Args:
+        metric: a plugin's number, to be drawn instead.
+    """
     width = max(width, NARROWEST)
+    if metric is not None:
+        names = [one_line(course.name, ascii_only=ascii_only) for course in courses]
+        lines = _lines(names, [course.metrics[metric] for course in courses])
+        short = "{:.4g}".format
+        yield Text(one_line(metric, ascii_only=ascii_only), style="bold")
+        drawn = chart(lines, width=width, ascii_only=ascii_only, axis=short, value=short)
+        yield drawn if drawn.plain else Text("too few steps to plot", style="dim")
+        return
     if len(courses) > 1:
         yield from _compared(courses, width=width, ascii_only=ascii_only)
         return
@@ -143,7 +173,7 @@ def _lines(names: Sequence[str], points: Sequence[Sequence[Point]]) -> list[Line
     ]
 
 
-def write(path: Path, courses: Sequence[Course]) -> None:
+def write(path: Path, courses: Sequence[Course], *, metric: str | None = None) -> None:
     """Write `picture` to a file that appears complete or not at all.
 
     Raises:
@@ -153,7 +183,7 @@ def write(path: Path, courses: Sequence[Course]) -> None:
         raise Refused(
             f"--out {path}: unknown picture format: end the name in {' or '.join(FORMATS)}"
         )
-    drawn = picture(courses, suffix=path.suffix)
+    drawn = picture(courses, suffix=path.suffix, metric=metric)
     beside = path.with_name(f".{path.name}.tmp")
     try:
         try:

@@ -305,14 +305,20 @@ class Run:
         return [record for record in self.metrics() if record["kind"] == "step"]
 
     def course(self) -> Course:
-        """Losses and speed over the steps."""
+        """Losses, speed and the plugins' numbers over the steps."""
         records = self.metrics()
         steps = self._logged_steps()
+        metrics: dict[str, list[tuple[int, float]]] = {}
+        for record in steps:
+            for name, value in record.items():
+                if "." in name and value is not None:  # the core's own names have no dot
+                    metrics.setdefault(name, []).append((record["step"], value))
         return Course(
             name=self.folder.name,
             train=[(record["step"], record["loss"]) for record in steps],
             val=[(r["step"], r["loss"]) for r in records if r["kind"] == "eval"],
             tokens_per_s=[(r["step"], r["tokens"] / r["step_ms"] * 1e3) for r in steps],
+            metrics=metrics,
         )
 
     def back_to(self, step: int, *, best: int | None) -> None:
