@@ -471,7 +471,7 @@ def test_bf16_keeps_its_claim_and_scores_as_float32_does(corpus: Any) -> None:
     with trainer:
         trainer.run()
         in_half = trainer.score("train")
-        trainer.hooks = Hooks((), note=print)
+        trainer.scorer.hooks = Hooks((), note=print)
         in_full = trainer.score("train")
     assert in_half is not None
     assert in_full is not None

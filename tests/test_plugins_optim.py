@@ -394,7 +394,7 @@ def test_eval_alone_has_the_average(rig: Rig, tmp_path: Path) -> None:
         require_equal_tensors(copied(model), trained.weights, what="outside")
         trainer, _ = rig.trainer(rig.profile({}))
         with trainer, hooks.eval_scope():
-            trainer.model = model
+            trainer.scorer.model = model
             score = trainer.score("val")
         require_equal_tensors(copied(model), trained.weights, what="after it")
     assert score is not None

@@ -18,8 +18,9 @@ class Scorer:
     def __init__(
         self, built: Assembly, *, hooks: Hooks, machine: Machine, store: Store, state: State
     ) -> None:
+        self.model = built.model
+        self.hooks = hooks
         self._built = built
-        self._hooks = hooks
         self._machine = machine
         self._store = store
         self._state = state
@@ -35,13 +36,13 @@ class Scorer:
             max_targets: tokens to score; None: all of the split.
         """
         return evaluate(
-            self._built.model,
+            self.model,
             self._store,
             split,
             block_size=self._built.profile.model.block_size,
             batch_size=windows,
             device=self._machine.device,
-            forward_scope=self._hooks.forward_scope,
+            forward_scope=self.hooks.forward_scope,
             max_targets=max_targets,
             should_stop=lambda: self._state.interrupted,
         )
@@ -53,7 +54,7 @@ class Scorer:
         train = self._built.profile.train
         generator = torch.Generator(self._machine.device)
         generator.manual_seed(train.seed + self._built.progress.step)
-        with self._hooks.eval_scope():
+        with self.hooks.eval_scope():
             text = sample_text(
                 self._built.raw_model,
                 self._store.tokenizer(),
@@ -61,7 +62,7 @@ class Scorer:
                 max_new_tokens=train.sample_tokens,
                 sampling=Sampling(),
                 generator=generator,
-                forward_scope=self._hooks.forward_scope,
+                forward_scope=self.hooks.forward_scope,
                 should_stop=lambda: self._state.interrupted,
             )
         return None if self._state.interrupted else text

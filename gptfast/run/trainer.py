@@ -176,7 +176,7 @@ class Trainer:
                     sessions=self._sessions,
                 ),
             )
-            self._scorer = Scorer(
+            self.scorer = Scorer(
                 built,
                 hooks=self.hooks,
                 machine=self.machine,
@@ -343,12 +343,12 @@ class Trainer:
         self._note_stop(want)
         stopped = self._agreed_to_stop()
         ends = step == train.steps or (stopped and not self.state.interrupted)
-        evaluates = self._scorer.has_val and (
+        evaluates = self.scorer.has_val and (
             ends or due(train.eval_interval, step) or Want.EVAL in want
         )
         self.progress.evaluates = evaluates
         samples = (
-            self._scorer.has_text
+            self.scorer.has_text
             and train.sample_tokens > 0
             and (ends or due(train.sample_interval, step))
         )
@@ -365,7 +365,7 @@ class Trainer:
             with self.state.during(Moment.SCORING):
                 if evaluates and self.evaluate() is None:
                     return
-                if samples and (text := self._scorer.sample()) is not None:
+                if samples and (text := self.scorer.sample()) is not None:
                     self.listener.sampled(step, text)
 
     def _note_stop(self, want: Want) -> None:
@@ -443,7 +443,7 @@ class Trainer:
     def score(self, split: str, *, max_targets: int | None = None) -> Score | None:
         """The loss of the model as it is over a split."""
         windows = self.profile.train.windows_per_micro
-        return self._scorer.score(split, windows=windows, max_targets=max_targets)
+        return self.scorer.score(split, windows=windows, max_targets=max_targets)
 
 
 def due(interval: int, step: int) -> bool:
