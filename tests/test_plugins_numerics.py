@@ -231,7 +231,7 @@ def test_evaluation_and_text_are_free_of_dropout(corpus: Any, attention: str) ->
         assert trainer.model.training
         bare = GPT(profile.replace({"model.dropout": 0.0, "model.attention": "plain"}).model)
         bare.load_state_dict(trainer.raw_model.state_dict())
-        trainer.raw_model, trainer.model = bare, bare
+        trainer.scorer.model = bare
         without = trainer.score("train", max_targets=100)
     assert scores[0] == scores[1]
     assert scores[0] is not None
