@@ -83,7 +83,7 @@ def gptfast(profile: str, data: Path) -> Pass:
     trainer.__enter__()  # until the process ends
 
     def whole() -> float:
-        score = trainer.score("val")
+        score = trainer.scorer.score("val")
         assert score is not None
         return score.loss
 

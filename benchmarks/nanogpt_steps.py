@@ -204,8 +204,8 @@ def gptfast(recipe: Recipe, profile: str, data: Path, device: str) -> Contender:
         for _ in range(steps):
             trainer.one_step()
             if trainer.progress.step % trainer.profile.train.log_interval == 0:
-                trainer.journal.flush()
-        trainer.journal.flush()
+                trainer.log.flush()
+        trainer.log.flush()
         synchronize(machine.device)
 
     return Contender(laps, flops_per_step(recipe, count_parameters(trainer.raw_model)))

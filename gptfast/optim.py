@@ -12,6 +12,8 @@ from gptfast.errors import Refused
 from gptfast.helpers import decay_groups
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -28,6 +30,23 @@ def build_adamw(model: nn.Module, train: TrainConfig) -> Optimizer:
         betas=(train.beta1, train.beta2),
         foreach=False,
     )
+
+
+def clip_gradients(parameters: Iterable[Tensor], most: float, *, looks: bool) -> Tensor:
+    """Scale the gradient down to a norm of at most `most` (0: as it is); returns its norm before.
+
+    Args:
+        looks: read the norm and leave a gradient that is small enough as it is. Cheaper than to
+            scale by 1, but on a device it would wait. NaN is scaled too.
+    """
+    from torch import nn
+
+    moved = [p for p in parameters if p.grad is not None]
+    norm: Tensor = nn.utils.get_total_norm([p.grad for p in moved if p.grad is not None])
+    fits = looks and bool(norm + 1e-6 <= most)
+    if most > 0 and not fits:
+        nn.utils.clip_grads_with_norm_(moved, most, norm)
+    return norm
 
 
 def lr_factor(train: TrainConfig, step: int) -> float:

@@ -95,7 +95,7 @@ def killed_before_each_file_operation(folder: Path) -> int:
                 child = os.fork()
                 if child == 0:
                     kill_before(number)
-                    trainer.save()
+                    trainer.saver.save()
                     os._exit(0)
                 _, status = os.waitpid(child, 0)
                 again = Run.resumed(trainer.saver.run.folder)

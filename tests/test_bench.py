@@ -484,9 +484,9 @@ def test_nothing_is_collected_on_the_clock(
         made = built(profile, stack, **changes)
         loop = made.loop
         assert isinstance(loop, rung.TrainerLoop)
-        for name in ("evaluate", "save"):
-            monkeypatch.setattr(loop.trainer, name, pytest.fail)
-        monkeypatch.setattr(loop.trainer.scorer, "sample", pytest.fail)
+        for part, name in ((loop.trainer.scorer, "evaluate"), (loop.trainer.scorer, "sample")):
+            monkeypatch.setattr(part, name, pytest.fail)
+        monkeypatch.setattr(loop.trainer.saver, "save", pytest.fail)
         one_step = loop.one_step
 
         def watched() -> None:

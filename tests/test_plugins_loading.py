@@ -292,7 +292,7 @@ def test_a_signal_while_a_step_is_logged_saves_that_step(rig: Rig, tmp_path: Pat
     """Then it is already decided that this step needs no checkpoint."""
     run = Run.create(tmp_path / "run", profile_toml="")
     trainer, recorder = rig.trainer(rig.profile({}, train__eval_interval=0), run=run)
-    recorder.logged = lambda record: trainer.interrupt("SIGINT")
+    recorder.logged = lambda record: trainer.state.interrupt("SIGINT")
     with trainer:
         trainer.run()
     assert run.steps() == [trainer.progress.step] == [1]

@@ -227,12 +227,12 @@ def test_evaluation_and_text_are_free_of_dropout(corpus: Any, attention: str) ->
     trainer, _ = trainer_of(store, profile)
     with trainer:
         trainer.run()
-        scores = [trainer.score("train", max_targets=100) for _ in range(2)]
+        scores = [trainer.scorer.score("train", max_targets=100) for _ in range(2)]
         assert trainer.model.training
         bare = GPT(profile.replace({"model.dropout": 0.0, "model.attention": "plain"}).model)
         bare.load_state_dict(trainer.raw_model.state_dict())
         trainer.scorer.model = bare
-        without = trainer.score("train", max_targets=100)
+        without = trainer.scorer.score("train", max_targets=100)
     assert scores[0] == scores[1]
     assert scores[0] is not None
     assert without is not None
@@ -470,9 +470,9 @@ def test_bf16_keeps_its_claim_and_scores_as_float32_does(corpus: Any) -> None:
     trainer, _ = trainer_of(store, profile, plugin)
     with trainer:
         trainer.run()
-        in_half = trainer.score("train")
+        in_half = trainer.scorer.score("train")
         trainer.scorer.hooks = Hooks((), note=print)
-        in_full = trainer.score("train")
+        in_full = trainer.scorer.score("train")
     assert in_half is not None
     assert in_full is not None
     assert 0 < abs(in_half.loss - in_full.loss) < 0.02

@@ -353,11 +353,11 @@ def test_evaluations_see_the_average_of_the_path(decay: float, rig: Rig) -> None
         average = {n: t.float() for n, t in averaged(spy.plugin.seen, decay).items()}
         with suppress(ZeroDivisionError), trainer.hooks.eval_scope():
             inside = copied(trainer.raw_model)
-            inside_loss = trainer.score("val")
+            inside_loss = trainer.scorer.score("val")
             raise ZeroDivisionError
         require_equal_tensors(copied(trainer.raw_model), spy.plugin.seen[-1], what="after it")
         trainer.raw_model.load_state_dict(average)
-        right_loss = trainer.score("val")
+        right_loss = trainer.scorer.score("val")
     for name, tensor in inside.items():
         assert torch.allclose(tensor, average[name], rtol=1e-5, atol=1e-7), name
     assert inside_loss is not None
@@ -395,7 +395,7 @@ def test_eval_alone_has_the_average(rig: Rig, tmp_path: Path) -> None:
         trainer, _ = rig.trainer(rig.profile({}))
         with trainer, hooks.eval_scope():
             trainer.scorer.model = model
-            score = trainer.score("val")
+            score = trainer.scorer.score("val")
         require_equal_tensors(copied(model), trained.weights, what="after it")
     assert score is not None
     assert score.loss == trained.val_loss

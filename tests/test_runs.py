@@ -225,7 +225,7 @@ def test_a_first_step_is_no_part_of_the_speed_of_those_after_it(
         with trainer:
             Compiling.now += 100.0  # what is built before the steps is not their time
             trainer.run()
-    assert trainer.journal.first_step_s == 3.0
+    assert trainer.log.first_step_s == 3.0
     took = [record["step_ms"] for record in run.metrics() if record["kind"] == "step"]
     assert took == [3000.0, *[250.0] * 6]
     tokens = profile.train.batch_size * profile.model.block_size

@@ -133,7 +133,7 @@ def test_outliers_are_skipped_told_and_counted(rig: Rig) -> None:
     assert "(1 so far)" in told[0]
     assert "(2 so far)" in told[1]
     assert said[-1] == "plugin spike-guard: 2 of 16 steps were skipped"
-    assert trainer.journal._skipped_steps == 2
+    assert trainer.log._skipped_steps == 2
 
 
 def copied_state(optimizer: Optimizer) -> dict[str, Tensor]:

@@ -515,7 +515,7 @@ def test_an_evaluation_leaves_the_mode_the_weights_and_the_random_state(bare: Ri
         trainer.run(2)
         weights = {k: v.clone() for k, v in trainer.raw_model.state_dict().items()}
         generator = torch.get_rng_state()
-        first, second = trainer.evaluate(), trainer.evaluate()
+        first, second = trainer.scorer.evaluate(), trainer.scorer.evaluate()
         assert first is not None
         assert second is not None
         assert first.loss == second.loss

@@ -283,7 +283,7 @@ class _Single:
             before = copied(trainer.raw_model)
             modes = [module.training for module in trainer.model.modules()]
             random_before = generators(self.rig.machine)
-            trainer.evaluate()
+            trainer.scorer.evaluate()
             require_equal_tensors(copied(trainer.raw_model), before, what="after an evaluation")
             if [module.training for module in trainer.model.modules()] != modes:
                 raise Broken("an evaluation leaves modules in another mode")

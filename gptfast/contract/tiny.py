@@ -169,7 +169,7 @@ class Rig:
         with trainer:
             trainer.run(until)
             with trainer.hooks.eval_scope():
-                score = trainer.score("val")
+                score = trainer.scorer.score("val")
             assert score is not None, "only an interrupt ends an evaluation early"
             return Outcome(recorder.losses, copied(trainer.raw_model), score.loss)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -16,11 +16,11 @@ from gptfast.data.store import Store
 from gptfast.data.windows import WindowOrder
 from gptfast.device.memory import build_model, with_at_most
 from gptfast.device.randomness import random_state_kept, set_random_state
-from gptfast.host.hooks import Hooks
 from gptfast.model import GPT
 from gptfast.optim import PlainStepper, build_adamw, load_optimizer, remember_peaks
 from gptfast.plugin import Evaluated, Machine, Parts, Profile, Source, Stepper
 from gptfast.run.checkpoint import Checkpoint
+from gptfast.run.setting import Setting
 
 
 @dataclass
@@ -76,24 +76,21 @@ class Assembly:
 def assembled(
     asked: Profile,
     *,
-    hooks: Hooks,
-    machine: Machine,
-    store: Store,
+    setting: Setting,
     checkpoint: Checkpoint | None,
     fits: int | None,
-    note: Callable[[str], None],
 ) -> Iterator[Assembly]:
     """Build a run; on leaving everything is taken down in reverse, random state included.
 
     Args:
         checkpoint: the point to go on from; None: step 0.
         fits: most windows in a forward pass; None: as the profile says.
-        note: told in one line what of the checkpoint is missing.
 
     Raises:
         Refused: the checkpoint is damaged, or of another model or optimizer.
         GptfastError: a hook failed.
     """
+    hooks, machine = setting.hooks, setting.machine
     with ExitStack() as stack:
         stack.enter_context(random_state_kept(machine.device))
         stack.enter_context(hooks)
@@ -108,7 +105,7 @@ def assembled(
         optimizer = hooks.build_optimizer(model, profile) or build_adamw(model, profile.train)
         remember_peaks(optimizer)
         stepper = hooks.build_stepper()
-        windows = _windows(profile, store, machine)
+        windows = _windows(profile, setting.store, machine)
         source = hooks.wrap_source(WindowSource(windows))
         stack.callback(source.close)
         progress = Progress()
@@ -119,7 +116,9 @@ def assembled(
             missing = hooks.load_state(state["plugins"])
             if missing:
                 names = ", ".join(missing)
-                note(f"{checkpoint.folder.name} has no state of {names}: they start afresh")
+                setting.listener.note(
+                    f"{checkpoint.folder.name} has no state of {names}: they start afresh"
+                )
             source.seek(progress.step + 1)
             set_random_state(state["random"], machine.device)
         hooks.ready(Parts(profile, machine, raw_model, model, optimizer, source))

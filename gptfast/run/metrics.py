@@ -4,59 +4,47 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from gptfast.data.batches import StoreWindows
 from gptfast.device.machine import peak_memory_bytes, synchronize
 from gptfast.errors import GptfastError
-from gptfast.plugin import Machine, Stepped, Update
-from gptfast.report import Listener, Logged
-from gptfast.run.folder import Run
+from gptfast.model import count_parameters, flops_per_token
+from gptfast.plugin import Stepped, Update
+from gptfast.report import Logged
+from gptfast.run.assembly import Assembly
+from gptfast.run.setting import Setting
 
 
 class NotFinite(GptfastError):
     """A loss or a gradient is not finite: what is in memory is no good any more."""
 
 
-class Journal:
+class MetricsLog:
     """Collects steps; `flush` reads them, writes `metrics.jsonl` and tells the listener.
 
     Args:
-        windows: names the windows of a step whose loss is not finite, and counts epochs.
-        run: whose metrics to write; None: nobody's.
-        flops_per_token, peak_flops: for the share of the matmul peak that the steps reach.
-        skipped_steps: updates skipped before this session.
-        plugin_metrics: reads the plugins' numbers; called where a log is due and nowhere else.
+        peak_flops: measured matmul peak, for the share of it that the steps reach.
     """
 
-    def __init__(
-        self,
-        windows: StoreWindows,
-        *,
-        machine: Machine,
-        run: Run | None,
-        listener: Listener,
-        flops_per_token: int,
-        peak_flops: float | None,
-        skipped_steps: int,
-        plugin_metrics: Callable[[], Mapping[str, float]] = dict,
-    ) -> None:
+    def __init__(self, built: Assembly, *, setting: Setting, peak_flops: float | None) -> None:
         self.waited = 0.0
         """Seconds spent waiting for windows since the last flush."""
         self.loss = math.nan
         """Mean over the steps of the last flush."""
-        self._windows = windows
-        self._machine = machine
-        self._run = run
-        self._listener = listener
-        self._flops_per_token = flops_per_token
+        self._windows = built.windows
+        self._machine = setting.machine
+        self._run = setting.run
+        self._listener = setting.listener
+        self._plugin_metrics = setting.hooks.metrics
+        self._flops_per_token = flops_per_token(
+            built.profile.model, count_parameters(built.raw_model)
+        )
         self._peak_flops = peak_flops
-        self._skipped_steps = skipped_steps
-        self._plugin_metrics = plugin_metrics
+        self._skipped_steps = built.progress.step - built.progress.committed
         self.first_step_s: float | None = None
         """Of this session: compiling and first calls are in it."""
         self._untold_first_s: float | None = None

@@ -12,18 +12,15 @@ import numpy as np
 import torch
 
 from gptfast import __version__
-from gptfast.data.store import Store
-from gptfast.host.registry import Enabled
-from gptfast.plugin import Machine, Profile
+from gptfast.plugin import Profile
+from gptfast.run.setting import Setting
 
 
 def provenance(
     asked: Profile,
     *,
     configured: Profile,
-    enabled: Sequence[Enabled],
-    store: Store,
-    machine: Machine,
+    setting: Setting,
     sessions: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Profile, plugins, data, machine, versions and sessions, for `meta.json`.
@@ -32,24 +29,27 @@ def provenance(
         asked: before any `configure`.
         sessions: how the run was started and each time resumed.
     """
+    store = setting.store
     return {
         "profile": asked.model_dump(),
         "model": configured.model.model_dump(),
-        "plugins": {e.name: {"package": e.package, "version": e.version} for e in enabled},
+        "plugins": {
+            e.name: {"package": e.package, "version": e.version} for e in setting.hooks.enabled
+        },
         "data": {
             "path": str(store.path),
             "fingerprint": store.fingerprint,
             "source": store.source,
             "tokenizer": store.tokenizer_name,
         },
-        "machine": machine.name,
+        "machine": setting.machine.name,
         "sessions": list(sessions),
         "versions": versions(),
     }
 
 
 def versions() -> dict[str, str]:
-    """Of what can change a bit."""
+    """The versions of what can change a bit."""
     return {
         "gptfast": __version__,
         "python": platform.python_version(),

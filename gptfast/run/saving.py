@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gptfast.data.store import Store
 from gptfast.device.randomness import random_state
 from gptfast.errors import GptfastError
-from gptfast.host.hooks import Hooks
-from gptfast.plugin import Machine
-from gptfast.report import Listener
 from gptfast.run.assembly import Assembly
 from gptfast.run.checkpoint import save_checkpoint
 from gptfast.run.folder import Run
+from gptfast.run.setting import Setting
 from gptfast.run.state import Moment, State
 
 
@@ -21,29 +18,21 @@ class Saver:
     """Writes the checkpoints of a run, where the run is kept.
 
     Args:
-        run: the folder to keep it in; None keeps nothing.
         provenance: what it takes to repeat the run; goes into each checkpoint.
     """
 
     def __init__(
         self,
-        run: Run | None,
-        *,
         built: Assembly,
-        hooks: Hooks,
-        machine: Machine,
-        store: Store,
+        *,
+        setting: Setting,
         state: State,
-        listener: Listener,
         provenance: Mapping[str, Any],
     ) -> None:
-        self.run = run
+        self.run = setting.run
         self._built = built
-        self._hooks = hooks
-        self._machine = machine
-        self._store = store
+        self._setting = setting
         self._state = state
-        self._listener = listener
         self._provenance = provenance
 
     def save(self) -> None:
@@ -76,7 +65,9 @@ class Saver:
                 flush()
                 self._write(self.run)
         except (GptfastError, OSError, RuntimeError) as error:
-            self._listener.note(f"step {step} could not be saved after the error below: {error}")
+            self._setting.listener.note(
+                f"step {step} could not be saved after the error below: {error}"
+            )
 
     def _write(self, run: Run) -> None:
         built, state = self._built, self._state
@@ -87,12 +78,12 @@ class Saver:
             trainer={
                 "progress": vars(built.progress),
                 "optimizer": built.optimizer.state_dict(),
-                "random": random_state(self._machine.device),
-                "plugins": self._hooks.state(),
+                "random": random_state(self._setting.machine.device),
+                "plugins": self._setting.hooks.state(),
             },
-            tokenizer=self._store.tokenizer_definition,
+            tokenizer=self._setting.store.tokenizer_definition,
             meta={"step": step, "fits": state.fits, **self._provenance},
         )
         state.saved_step = step
         run.point("latest", step)
-        self._listener.saved(step, str(checkpoint.folder))
+        self._setting.listener.saved(step, str(checkpoint.folder))

@@ -219,7 +219,7 @@ def train(
             sessions=_sessions(checkpoint, command, git_commit(folder), changes),
         )
         grace_s = GRACE_S if machine.world == 1 else GRACE_TOGETHER_S
-        with signals_stop(trainer, grace_s=grace_s) as caught:
+        with signals_stop(trainer.state, grace_s=grace_s) as caught:
             try:
                 with trainer:
                     if kept and found:  # not before: by now every process has read the old one
@@ -277,19 +277,19 @@ def _finished(trainer: Trainer, folder: Path, *, seconds: float) -> Finished:
     return Finished(
         steps=progress.step,
         seconds=seconds,
-        loss=trainer.journal.loss,
+        loss=trainer.log.loss,
         val_loss=progress.val_loss,
         best_val_loss=None if progress.best_step is None else progress.best_loss,
-        stopped_by=(trainer.stop_reason or "--stop-at") if incomplete else None,
+        stopped_by=(trainer.state.stop_reason or "--stop-at") if incomplete else None,
         folder=str(folder),
-        first_step_s=trainer.journal.first_step_s,
+        first_step_s=trainer.log.first_step_s,
     )
 
 
 def _stopped(trainer: Trainer, signum: int, name: str) -> Stopped:
     """What to tell after a signal: which step is saved, and how to go on."""
     saved, again = trainer.state.saved_step, f"gptfast train --resume --run {name}"
-    if trainer.kept_in is None:
+    if trainer.setting.run is None:
         said = f"after step {trainer.progress.step}, which the first of the processes saves"
     elif saved is None:
         said = "before a first step was finished; nothing was saved: start again"
@@ -412,7 +412,7 @@ def run_info(
     assert profile.model.vocab_size is not None
     params = count_parameters(trainer.raw_model)
     order = trainer.source.windows
-    n_tokens = trainer.store.n_tokens("train")
+    n_tokens = trainer.setting.store.n_tokens("train")
     return RunInfo(
         name=run.folder.name if run else None,
         folder=str(run.folder) if run else None,

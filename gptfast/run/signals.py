@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from gptfast.run.trainer import Trainer
+from gptfast.run.state import State
 
 GRACE_S = 3.0
 """What a step, a compilation or an evaluation may still take after the first signal."""
@@ -19,7 +19,7 @@ AGAIN_S = 0.2
 
 
 @contextmanager
-def signals_stop(trainer: Trainer, *, grace_s: float = GRACE_S) -> Iterator[list[int]]:
+def signals_stop(state: State, *, grace_s: float = GRACE_S) -> Iterator[list[int]]:
     """SIGINT and SIGTERM let the step finish, save and stop.
 
     The same one again, or `grace_s` without an end, raises KeyboardInterrupt where the run is: the
@@ -36,15 +36,15 @@ def signals_stop(trainer: Trainer, *, grace_s: float = GRACE_S) -> Iterator[list
 
     def handle(signum: int, frame: FrameType | None) -> None:
         times = caught.count(signum)  # a cluster's SIGTERM may follow a SIGINT: not a second one
-        if times > 1 or (times == 1 and trainer.can_be_cut):
+        if times > 1 or (times == 1 and state.can_be_cut):
             _alarm(0.0)
             raise KeyboardInterrupt
         caught.append(signum)
-        trainer.interrupt(signal.Signals(signum).name)
+        state.interrupt(signal.Signals(signum).name)
         _alarm(grace_s)
 
     def overdue(signum: int, frame: FrameType | None) -> None:
-        if trainer.can_be_cut:
+        if state.can_be_cut:
             _alarm(0.0)
             raise KeyboardInterrupt
 

@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
+from gptfast.plugin import Profile, Want
+
 
 class Moment(Enum):
     """What a run is doing. `gptfast.run.trainer` has the table of what ends each."""
 
     BETWEEN = "between steps"
-    GRADIENTS = "forward and backward"
+    GRADIENTS = "gradients"
     UPDATE = "update"
     WRITING = "log and save"
     SCORING = "evaluate and sample"
@@ -23,6 +25,7 @@ class State:
     """Where a run stands between what it has done and what it has kept.
 
     Attributes:
+        profile: with the micro-batch that memory has room for.
         moment: what it is doing.
         saved_step: the last step that is in a checkpoint.
         tried_step: the last step that was tried to be saved; a full disk is not tried again.
@@ -32,6 +35,7 @@ class State:
         fits: most windows in a forward pass that memory has room for; None: not known to be few.
     """
 
+    profile: Profile
     fits: int | None = None
     moment: Moment = Moment.BETWEEN
     saved_step: int | None = None
@@ -53,6 +57,11 @@ class State:
         """The step is done, and everybody has heard of it."""
         self.moment = Moment.BETWEEN
 
+    def heed(self, want: Want) -> None:
+        """Note what an observer wants of the run: whether it is to stop."""
+        if Want.STOP in want and self.stop_reason is None:
+            self.stop_reason = "a plugin"
+
     @contextmanager
     def during(self, moment: Moment) -> Iterator[None]:
         """Inside, the run does this; afterwards, also after an error, what it did before."""
@@ -61,6 +70,14 @@ class State:
             yield
         finally:
             self.moment = before
+
+    def interrupt(self, reason: str) -> None:
+        """Have the run save and stop after the step, or in the evaluation, that it is in.
+
+        Safe in a signal handler.
+        """
+        self.stop_reason = reason
+        self.interrupted = True
 
     @property
     def can_be_cut(self) -> bool:

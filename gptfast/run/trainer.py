@@ -6,68 +6,62 @@ checkpoint, and the order save -> evaluate -> sample -> stop.
 
 What ends a run, by what it is doing (`gptfast.run.state.Moment`):
 
-| moment              | signal          | error in a hook | loss not finite | out of memory |
-|---------------------|-----------------|-----------------|-----------------|---------------|
-| between steps       | saved, stops    | saved, raised   | raised          | saved, raised |
-| forward and backward| saved, stops    | saved, raised   | raised          | half, again   |
-| update              | waits           | raised          | raised          | raised        |
-| log and save        | waits           | raised          | raised          | raised        |
-| evaluate and sample | cut, stops      | raised          | raised          | half, again   |
+| moment              | signal       | again        | a hook fails  | not finite | no memory       |
+|---------------------|--------------|--------------|---------------|------------|-----------------|
+| between steps       | saves, stops | is cut       | saves, raises | -          | saves, raises   |
+| gradients           | saves, stops | is cut       | saves, raises | raises     | halves, goes on |
+| update              | saves, stops | saves, stops | raises        | -          | raises          |
+| log and save        | saves, stops | saves, stops | raises        | raises     | raises          |
+| evaluate and sample | saves, stops | is cut       | saves, raises | goes on    | halves, goes on |
 
-- saved: the last whole step is in a checkpoint before the run ends. Where it only says raised, the
-  newest checkpoint is the one from before: half an update, or weights that are no good, are not
-  written; an evaluation begins only when its step is saved. An observer that fails in the update
-  comes after it: that step is whole, and saved.
-- stops: after the step that it is in. The same signal again, or `signals.GRACE_S` without an end,
-  leaves a step, an evaluation or a sample where it is; an update and a save are waited for.
-- half, again: with half the micro-batch, the same windows and the same random numbers.
-- a loss that is not finite is found before the update where looking costs no wait, else when the
+- Saves: the last whole step is in a checkpoint. Where it only raises, the newest checkpoint is the
+  one from before: half an update, or weights that are no good, are not written. An observer that
+  fails comes after the update: that step is whole, and saved. An evaluation begins when its step is
+  saved, and a signal ends it at once.
+- Again: the same signal a second time, or `signals.GRACE_S` later still not stopped. Is cut: the
+  step begun is left.
+- Halves: half the micro-batch, with the same windows and random numbers.
+- A loss that is not finite is found before the update where looking costs no wait, else when the
   log is written.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from gptfast.data.store import Store
-from gptfast.device.memory import is_out_of_memory, out_of_memory, repeated_with_less, with_less
+from gptfast.device.memory import is_out_of_memory, out_of_memory, repeated_with_less
 from gptfast.device.randomness import rewinds
 from gptfast.errors import GptfastError
 from gptfast.host.hooks import Hooks
-from gptfast.model import GPT, count_parameters, flops_per_token
-from gptfast.optim import lr_factor, set_rates
+from gptfast.optim import clip_gradients, lr_factor, set_rates
 from gptfast.plugin import (
     Batch,
-    Evaluated,
     Machine,
     Profile,
-    Source,
     Stepped,
-    Stepper,
     Update,
     Want,
 )
 from gptfast.report import Listener, Silent
 from gptfast.run.assembly import Progress, assembled
 from gptfast.run.checkpoint import Checkpoint
-from gptfast.run.evaluate import Score
 from gptfast.run.folder import Run
-from gptfast.run.metrics import Journal, NotFinite
+from gptfast.run.metrics import MetricsLog, NotFinite
+from gptfast.run.need import less
 from gptfast.run.provenance import provenance
 from gptfast.run.saving import Saver
 from gptfast.run.scoring import Scorer
+from gptfast.run.setting import Setting
 from gptfast.run.state import Moment, State
-
-T = TypeVar("T")
 
 
 class Trainer:
@@ -86,12 +80,6 @@ class Trainer:
         fits: most windows in a forward pass that memory has room for; None: not known to be few.
     """
 
-    raw_model: GPT
-    model: nn.Module
-    optimizer: Optimizer
-    stepper: Stepper
-    source: Source
-
     def __init__(
         self,
         profile: Profile,
@@ -107,34 +95,27 @@ class Trainer:
         fits: int | None = None,
     ) -> None:
         self.asked_profile = profile
-        self.profile = profile
         self.hooks = hooks
         self.machine = machine
-        self.store = store
-        self.kept_in = run
-        self.listener: Listener = listener or Silent()
+        self.setting = Setting(hooks, machine, store, run, listener or Silent())
+        self.state = State(profile, fits)
         self.progress = Progress()
-        self.state = State(fits=fits)
         self._checkpoint = checkpoint
         self._peak_flops = peak_flops
         self._sessions = sessions
 
-    # building and taking down ------------------------------------------------------------
+    @property
+    def profile(self) -> Profile:
+        """What is trained now: after every `configure`, with the micro-batch that fits."""
+        return self.state.profile
 
     def __enter__(self) -> Trainer:
+        setting, state, run, resumed = self.setting, self.state, self.setting.run, self._checkpoint
         with ExitStack() as stack:
             built = stack.enter_context(
-                assembled(
-                    self.asked_profile,
-                    hooks=self.hooks,
-                    machine=self.machine,
-                    store=self.store,
-                    checkpoint=self._checkpoint,
-                    fits=self.state.fits,
-                    note=self.listener.note,
-                )
+                assembled(self.asked_profile, setting=setting, checkpoint=resumed, fits=state.fits)
             )
-            self.profile, self.progress = built.profile, built.progress
+            state.profile, self.progress = built.profile, built.progress
             self.raw_model, self.model = built.raw_model, built.model
             self.optimizer, self.stepper = built.optimizer, built.stepper
             self.source = built.source
@@ -143,45 +124,21 @@ class Trainer:
             # A plugin's stepper may leave such an update out by itself, as fp16's does.
             waits = self.machine.runs_ahead and self.profile.train.finite_check == "auto"
             self._looks_first = not (built.owned_stepper or waits)
-            if self._checkpoint is not None and self.kept_in is not None:
-                self.kept_in.back_to(self.progress.step, best=self.progress.best_step)
-                self.state.saved_step = self.progress.step
-            self.state.tried_step = self.progress.step
-            self.journal = Journal(
-                built.windows,
-                machine=self.machine,
-                run=self.kept_in,
-                listener=self.listener,
-                flops_per_token=flops_per_token(
-                    self.profile.model, count_parameters(self.raw_model)
-                ),
-                peak_flops=self._peak_flops,
-                skipped_steps=self.progress.step - self.progress.committed,
-                plugin_metrics=self.hooks.metrics,
+            if resumed is not None and run is not None:
+                run.back_to(self.progress.step, best=self.progress.best_step)
+                state.saved_step = self.progress.step
+            state.tried_step = self.progress.step
+            self.log = MetricsLog(built, setting=setting, peak_flops=self._peak_flops)
+            origin = provenance(
+                self.asked_profile,
+                configured=self.profile,
+                setting=setting,
+                sessions=self._sessions,
             )
-            self.saver = Saver(
-                self.kept_in,
-                built=built,
-                hooks=self.hooks,
-                machine=self.machine,
-                store=self.store,
-                state=self.state,
-                listener=self.listener,
-                provenance=provenance(
-                    self.asked_profile,
-                    configured=self.profile,
-                    enabled=self.hooks.enabled,
-                    store=self.store,
-                    machine=self.machine,
-                    sessions=self._sessions,
-                ),
-            )
+            self.saver = Saver(built, setting=setting, state=state, provenance=origin)
+            self._less = partial(less, built=built, setting=setting, state=state)
             self.scorer = Scorer(
-                built,
-                hooks=self.hooks,
-                machine=self.machine,
-                store=self.store,
-                state=self.state,
+                built, setting=setting, state=state, saver=self.saver, less=self._less
             )
             self._leave = stack.pop_all()
         return self
@@ -195,8 +152,6 @@ class Trainer:
         with self.state.during(Moment.WRITING):
             self._leave.__exit__(kind, error, traceback)
 
-    # the loop ----------------------------------------------------------------------------
-
     def run(self, until: int | None = None) -> None:
         """Train up to step `until` (None: all of the profile's), or until something stops it.
 
@@ -206,15 +161,15 @@ class Trainer:
         steps = self.profile.train.steps
         until = steps if until is None else min(until, steps)
         try:
-            self._evaluate_resumed()
-            self.journal.begin()
+            self.scorer.evaluate_resumed(self._checkpoint)
+            self.log.begin()
             while self.progress.step < until and not self._ended:
                 self._after(self.one_step(), last=self.progress.step == until)
-            self.journal.flush()
+            self.log.flush()
         except NotFinite:
             raise
         except (Exception, KeyboardInterrupt) as error:
-            self.saver.save_after_error(partial(self.journal.flush, asks_plugins=False))
+            self.saver.save_after_error(partial(self.log.flush, asks_plugins=False))
             if self.state.interrupted and (self.state.saved_step or 0) == self.progress.step:
                 # A signal reaches compilers and workers too, and their end is no error then.
                 raise KeyboardInterrupt from error
@@ -222,41 +177,26 @@ class Trainer:
                 where = f"{self.machine.name}, after step {self.progress.step}"
                 raise out_of_memory(self.profile, where=where) from error
             raise
-        if self.stop_reason is not None and self.state.tried_step != self.progress.step:
+        if self.state.stop_reason is not None and self.state.tried_step != self.progress.step:
             # A signal that came when it was already decided what to do after the step.
-            self.save()
-
-    def interrupt(self, reason: str) -> None:
-        """Have the run save and stop after the step, or in the evaluation, that it is in.
-
-        Safe in a signal handler.
-        """
-        self.state.stop_reason = reason
-        self.state.interrupted = True
-
-    @property
-    def can_be_cut(self) -> bool:
-        """Whether KeyboardInterrupt, raised right here, loses nothing but the step begun."""
-        return self.state.can_be_cut
-
-    @property
-    def stop_reason(self) -> str | None:
-        """What ends the run before its last step."""
-        return self.state.stop_reason
+            self.saver.save()
 
     def one_step(self) -> Want:
         """Fetch the windows of a step, update the weights, tell the observers."""
         waited = time.perf_counter()
         batch = self.source.next()
-        self.journal.waited += time.perf_counter() - waited
+        self.log.waited += time.perf_counter() - waited
         self.state.begin(rewinds(self.machine.device))
         loss = repeated_with_less(
-            lambda: self._gradients(batch), less=self._with_less, device=self.machine.device
+            lambda: self._gradients(batch), less=self._less, device=self.machine.device
         )
         self.stepper.unscale(self.optimizer)
-        update = Update(self.progress.step + 1, loss, self._clip())
+        norm = clip_gradients(
+            self._parameters, self.profile.train.grad_clip, looks=not self.machine.runs_ahead
+        )
+        update = Update(self.progress.step + 1, loss, norm)
         if self._looks_first:
-            self.journal.check(update)
+            self.log.check(update)
         want = self.hooks.before_step(update)
         factor = lr_factor(self.profile.train, self.progress.committed + 1)
         set_rates(self.optimizer, factor)
@@ -279,7 +219,7 @@ class Trainer:
             tokens=batch.tokens[:, 1:].numel(),
             committed=committed,
         )
-        self.journal.add(event)
+        self.log.add(event)
         return want | self._observed(event)
 
     def _observed(self, event: Stepped) -> Want:
@@ -305,42 +245,10 @@ class Trainer:
             total += loss.detach()
         return total
 
-    def _clip(self) -> Tensor:
-        """Norm of the gradient; the gradient is scaled down to at most `grad_clip`."""
-        parameters = [p for p in self._parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        most = self.profile.train.grad_clip
-        # To look costs less than to scale by 1, but on a device it would wait. NaN is scaled too.
-        fits = not self.machine.runs_ahead and bool(norm + 1e-6 <= most)
-        if most > 0 and not fits:
-            nn.utils.clip_grads_with_norm_(parameters, most, norm)
-        return norm
-
-    # too little memory -------------------------------------------------------------------
-
-    def _with_less(self, error: BaseException) -> Callable[[], None] | None:
-        """What goes on with a smaller micro-batch; None: there is none that helps."""
-        changed = self.hooks.recover(error, self.profile)
-        # One of several processes cannot repeat a step in which all take part.
-        if changed is None and self.machine.world == 1:
-            changed = with_less(self.profile, error)
-        return None if changed is None else partial(self._go_on_with, changed)
-
-    def _go_on_with(self, changed: Profile) -> None:
-        before, now = self.profile.train.windows_per_micro, changed.train.windows_per_micro
-        self.profile, self.state.fits = changed, now
-        self.listener.note(
-            f"after step {self.progress.step}: {before} windows in a forward pass failed; goes on "
-            f"with {now} at a time and the same windows in a step"
-        )
-        self.optimizer.zero_grad(set_to_none=True)
-
-    # after a step ------------------------------------------------------------------------
-
     def _after(self, want: Want, *, last: bool) -> None:
         """Log, then save -> evaluate -> sample -> stop: a failing evaluation loses nothing."""
         train, step = self.profile.train, self.progress.step
-        self._note_stop(want)
+        self.state.heed(want)
         stopped = self._agreed_to_stop()
         ends = step == train.steps or (stopped and not self.state.interrupted)
         evaluates = self.scorer.has_val and (
@@ -358,92 +266,29 @@ class Trainer:
             # Also because a loss that is not finite must stop the run before it replaces a good
             # checkpoint.
             with self.state.during(Moment.WRITING):
-                self.journal.flush()
-        with self.journal.paused():
+                self.log.flush()
+        with self.log.paused():
             if saves:
-                self.save()
+                self.saver.save()
             with self.state.during(Moment.SCORING):
-                if evaluates and self.evaluate() is None:
+                if evaluates and self.scorer.evaluate() is None:
                     return
-                if samples and (text := self.scorer.sample()) is not None:
-                    self.listener.sampled(step, text)
-
-    def _note_stop(self, want: Want) -> None:
-        if Want.STOP in want and self.stop_reason is None:
-            self.state.stop_reason = "a plugin"
+                if samples:
+                    self.scorer.sample()
 
     def _agreed_to_stop(self) -> bool:
         """Whether the run stops here; of several processes all do where one is to."""
-        self.state.agreed = self.stop_reason is not None
+        self.state.agreed = self.state.stop_reason is not None
         if self.hooks.can_agree and self.hooks.agree(self.state.agreed):
-            if self.stop_reason is None:
-                self.interrupt("another process")
+            if self.state.stop_reason is None:
+                self.state.interrupt("another process")
             self.state.agreed = True
         return self.state.agreed
 
     @property
     def _ended(self) -> bool:
         """One process of several goes on until all know that it stops."""
-        return self.state.agreed if self.hooks.can_agree else self.stop_reason is not None
-
-    def save(self) -> None:
-        """Write a checkpoint of this step, where the run is kept."""
-        self.saver.save()
-
-    def evaluate(self) -> Score | None:
-        """Score `val`, tell everybody, remember the best. None: stopped in the middle."""
-        start = time.perf_counter()
-        max_targets = self.profile.train.eval_tokens
-        with self.hooks.eval_scope():
-            score = repeated_with_less(
-                lambda: self.score("val", max_targets=max_targets),
-                less=self._with_less,
-                device=self.machine.device,
-            )
-        if score is None:
-            return None
-        step, best = self.progress.step, score.loss < self.progress.best_loss
-        seconds = time.perf_counter() - start
-        event = Evaluated(step, score.loss, score.tokens, best, seconds)
-        if self.kept_in is not None:
-            self.kept_in.log([{"kind": "eval", **vars(event)}])
-        self.listener.evaluated(event)
-        self._evaluated(event)
-        return score
-
-    def _evaluated(self, event: Evaluated) -> None:
-        """Remember an evaluation and have the observers hear of it."""
-        self.progress.take(event)
-        if self.kept_in is not None and event.best:
-            self.kept_in.point("best", event.step)
-        want = self.hooks.evaluated(event)
-        self._note_stop(want)
-        if Want.SAVE in want:
-            self.save()
-
-    def _evaluate_resumed(self) -> None:
-        """Do what the checkpoint resumed from was saved before: the evaluation of its step.
-
-        Where the log has its result, the observers hear that again and nothing is computed.
-        """
-        progress = self.progress
-        if not progress.evaluates:
-            return
-        run = self.kept_in
-        if run is None and self._checkpoint is not None:  # another process keeps it
-            run = Run(self._checkpoint.folder.parent.parent)
-        logged = run.metrics() if run is not None else []
-        known = [r for r in logged if r["kind"] == "eval" and r["step"] == progress.step]
-        if known:
-            record = {key: value for key, value in known[-1].items() if key != "kind"}
-            self._evaluated(Evaluated(**record))
-        else:
-            self.evaluate()
-
-    def score(self, split: str, *, max_targets: int | None = None) -> Score | None:
-        """The loss of the model as it is over a split."""
-        windows = self.profile.train.windows_per_micro
-        return self.scorer.score(split, windows=windows, max_targets=max_targets)
+        return self.state.agreed if self.hooks.can_agree else self.state.stop_reason is not None
 
 
 def due(interval: int, step: int) -> bool:

@@ -151,7 +151,7 @@ class Desk:
     def _score(self, request: Request) -> dict[str, Any]:
         trainer = self._trainer
         with trainer.hooks.eval_scope():
-            score = trainer.score("val", max_targets=request["max_targets"])
+            score = trainer.scorer.score("val", max_targets=request["max_targets"])
         assert score is not None, "only an interrupt ends an evaluation early"
         return {"loss": score.loss}
 
