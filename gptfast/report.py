@@ -29,7 +29,7 @@ class RunInfo:
     """A run that is about to begin or to go on."""
 
     name: str | None
-    """Of the run; None: nothing is kept."""
+    """The run's name; None: nothing is kept."""
     folder: str | None
     profile: str
     device: str
@@ -93,7 +93,7 @@ class Finished:
     steps: int
     """Optimizer steps done, over all resumes."""
     seconds: float
-    """Of this session."""
+    """How long this session took."""
     loss: float
     """Training loss of the last log interval."""
     val_loss: float | None
@@ -102,7 +102,7 @@ class Finished:
     """What ended it before its last step: a signal, a plugin, `--stop-at`. None: it is complete."""
     folder: str | None
     first_step_s: float | None = None
-    """Of this session's first step: compiling and first calls are in it. None: there was none."""
+    """How long this session's first step took, compiling included. None: there was none."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Course:
     """Validation loss, in nats."""
     tokens_per_s: list[tuple[int, float]]
     metrics: Mapping[str, list[tuple[int, float]]] = field(default_factory=dict)
-    """Of the plugins, by PLUGIN.NAME; what is not finite is left out."""
+    """The plugins' numbers, by PLUGIN.NAME; what is not finite is left out."""
 
 
 class Listener(Protocol):

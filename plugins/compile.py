@@ -308,7 +308,7 @@ class Compile(Plugin):
     _model: nn.Module
     _is_on_cpu = False
     _worth: Support | None = None
-    """Of a training, until its first pass is over."""
+    """Whether it pays in this training; None once its first pass is over, or nobody asked."""
 
     def pays(self, steps: int, payback: Payback | None) -> Support | None:
         self._worth = worth(steps, payback, least_steps=self.options.least_steps)

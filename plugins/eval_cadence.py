@@ -25,7 +25,7 @@ from pydantic import Field
 from gptfast.plugin import Claim, Evaluated, Options, Parts, Plugin, Profile, Stage, Stepped, Want
 
 FORWARD_SHARE = 1 / 3
-"""Of a training step's time, its forward pass: the backward pass computes twice as much."""
+"""The forward pass's share of a training step: the backward pass computes twice as much."""
 
 
 def affordable_tokens(profile: Profile, *, share: float, evaluations: int) -> int:

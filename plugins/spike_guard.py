@@ -28,7 +28,8 @@ from pydantic import Field
 from gptfast.plugin import Claim, Context, Options, Plugin, Stage, Stepped, Update, Want
 
 LEAST_SPREAD = 1e-3
-"""Of the mean: deviations below it count as it. Equal values would make any other an outlier."""
+"""Share of the mean: a deviation below it counts as it, or equal values would make any other an
+outlier."""
 
 
 def z_score(value: float, past: deque[float]) -> float:

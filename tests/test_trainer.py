@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -493,7 +494,8 @@ def test_saving_comes_before_evaluating_before_sampling_before_stopping(tmp_path
         trainer, _ = rig.trainer(
             profile, run=Run.create(tmp_path / "run", profile_toml=profile.to_toml())
         )
-        trainer.listener = diary = Diary()
+        diary = Diary()
+        trainer.kit = replace(trainer.kit, listener=diary)
         with trainer:
             trainer.run()
     assert diary.lines == ["saved 2", "evaluated 2", "sampled 2"]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gptfast.data.verify import Verified
 
 _SHOWN_TOKENS = 64
-"""Of the beginning of a file: about a paragraph."""
+"""Tokens shown of the beginning of a file: about a paragraph."""
 _SHOWN_SOURCES = 20
 
 

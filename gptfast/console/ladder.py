@@ -23,7 +23,7 @@ NARROWEST = 8
 LETTER = 0.0115
 """Width of one beside a bar, as a share of the axis."""
 COLOURS = ("#4c72b0", "#55a868", "#c44e52", "#dd8452", "#8c8c8c")
-"""Of data, forward, backward, optimizer, rest."""
+"""Colours of data, forward, backward, optimizer, rest."""
 
 
 @dataclass(frozen=True)

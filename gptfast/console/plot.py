@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".svg")
 MAX_POINTS = 2048
-"""Of one line in a picture; more become means of neighbours."""
+"""Most points of one line in a picture; more become means of neighbours."""
 STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 NARROWEST = 24
@@ -117,7 +117,7 @@ def _thinned(points: Sequence[Point], capacity: int) -> list[Point]:
 def in_terminal(
     courses: Sequence[Course], *, width: int, ascii_only: bool = False, metric: str | None = None
 ) -> Iterator[Text]:
-    """Of one run its losses, and its speed as one line of blocks; several in charts of all.
+    """The losses of one run, and its speed as one line of blocks; several runs in charts of all.
 
     Args:
         metric: a plugin's number, to be drawn instead.

@@ -200,7 +200,7 @@ class Hooks:
     # always ------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Of each plugin, under its name: package, version, options and state.
+        """Package, version, options and state of each plugin, under its name.
 
         Raises:
             GptfastError: a plugin's state cannot be made or cannot be saved.

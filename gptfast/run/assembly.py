@@ -20,7 +20,7 @@ from gptfast.model import GPT
 from gptfast.optim import PlainStepper, build_adamw, load_optimizer, remember_peaks
 from gptfast.plugin import Evaluated, Machine, Parts, Profile, Source, Stepper
 from gptfast.run.checkpoint import Checkpoint
-from gptfast.run.setting import Setting
+from gptfast.run.kit import Kit
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Assembly:
 def assembled(
     asked: Profile,
     *,
-    setting: Setting,
+    kit: Kit,
     checkpoint: Checkpoint | None,
     fits: int | None,
 ) -> Iterator[Assembly]:
@@ -90,7 +90,7 @@ def assembled(
         Refused: the checkpoint is damaged, or of another model or optimizer.
         GptfastError: a hook failed.
     """
-    hooks, machine = setting.hooks, setting.machine
+    hooks, machine = kit.hooks, kit.machine
     with ExitStack() as stack:
         stack.enter_context(random_state_kept(machine.device))
         stack.enter_context(hooks)
@@ -105,7 +105,7 @@ def assembled(
         optimizer = hooks.build_optimizer(model, profile) or build_adamw(model, profile.train)
         remember_peaks(optimizer)
         stepper = hooks.build_stepper()
-        windows = _windows(profile, setting.store, machine)
+        windows = _windows(profile, kit.store, machine)
         source = hooks.wrap_source(WindowSource(windows))
         stack.callback(source.close)
         progress = Progress()
@@ -116,7 +116,7 @@ def assembled(
             missing = hooks.load_state(state["plugins"])
             if missing:
                 names = ", ".join(missing)
-                setting.listener.note(
+                kit.listener.note(
                     f"{checkpoint.folder.name} has no state of {names}: they start afresh"
                 )
             source.seek(progress.step + 1)

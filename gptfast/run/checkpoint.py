@@ -155,7 +155,7 @@ def _describes_a_run(meta: dict[str, Any]) -> bool:
 
 
 def _crc32(tensors: Mapping[str, Tensor]) -> str:
-    """Of the bytes of all tensors, on the CPU, by name."""
+    """Checksum of the bytes of all tensors, on the CPU, in the order of their names."""
     import torch
 
     crc = 0

@@ -16,7 +16,7 @@ from gptfast.model import count_parameters, flops_per_token
 from gptfast.plugin import Stepped, Update
 from gptfast.report import Logged
 from gptfast.run.assembly import Assembly
-from gptfast.run.setting import Setting
+from gptfast.run.kit import Kit
 
 
 class NotFinite(GptfastError):
@@ -30,23 +30,23 @@ class MetricsLog:
         peak_flops: measured matmul peak, for the share of it that the steps reach.
     """
 
-    def __init__(self, built: Assembly, *, setting: Setting, peak_flops: float | None) -> None:
+    def __init__(self, built: Assembly, *, kit: Kit, peak_flops: float | None) -> None:
         self.waited = 0.0
         """Seconds spent waiting for windows since the last flush."""
         self.loss = math.nan
         """Mean over the steps of the last flush."""
         self._windows = built.windows
-        self._machine = setting.machine
-        self._run = setting.run
-        self._listener = setting.listener
-        self._plugin_metrics = setting.hooks.metrics
+        self._machine = kit.machine
+        self._run = kit.run
+        self._listener = kit.listener
+        self._plugin_metrics = kit.hooks.metrics
         self._flops_per_token = flops_per_token(
             built.profile.model, count_parameters(built.raw_model)
         )
         self._peak_flops = peak_flops
         self._skipped_steps = built.progress.step - built.progress.committed
         self.first_step_s: float | None = None
-        """Of this session: compiling and first calls are in it."""
+        """Seconds of this session's first step: compiling and first calls are in it."""
         self._untold_first_s: float | None = None
         self._steps: list[Stepped] = []
         self._start = time.perf_counter()
@@ -130,7 +130,7 @@ class MetricsLog:
             raise failure
 
     def _durations(self, n_steps: int, seconds: float) -> list[float]:
-        """Of each step: the first of a session has its own, the others share `seconds`."""
+        """Seconds of each step: the first of a session has its own, the others share `seconds`."""
         first_s, self._untold_first_s = self._untold_first_s, None
         if first_s is None:
             return [seconds / n_steps] * n_steps

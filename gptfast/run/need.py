@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 from gptfast.device.memory import with_less
 from gptfast.run.assembly import Assembly
-from gptfast.run.setting import Setting
+from gptfast.run.kit import Kit
 from gptfast.run.state import State
 
 
 def less(
-    error: BaseException, *, built: Assembly, setting: Setting, state: State
+    error: BaseException, *, built: Assembly, kit: Kit, state: State
 ) -> Callable[[], None] | None:
     """What makes the run go on with a smaller micro-batch; None: none helps against this error."""
-    changed = setting.hooks.recover(error, state.profile)
+    changed = kit.hooks.recover(error, state.profile)
     # One of several processes cannot repeat a step in which all take part.
-    if changed is None and setting.machine.world == 1:
+    if changed is None and kit.machine.world == 1:
         changed = with_less(state.profile, error)
     if changed is None:
         return None
@@ -25,7 +25,7 @@ def less(
 
     def go_on() -> None:
         state.profile, state.fits = smaller, now
-        setting.listener.note(
+        kit.listener.note(
             f"after step {built.progress.step}: {before} windows in a forward pass failed; goes "
             f"on with {now} at a time and the same windows in a step"
         )

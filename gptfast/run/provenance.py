@@ -13,14 +13,14 @@ import torch
 
 from gptfast import __version__
 from gptfast.plugin import Profile
-from gptfast.run.setting import Setting
+from gptfast.run.kit import Kit
 
 
 def provenance(
     asked: Profile,
     *,
     configured: Profile,
-    setting: Setting,
+    kit: Kit,
     sessions: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Profile, plugins, data, machine, versions and sessions, for `meta.json`.
@@ -29,12 +29,12 @@ def provenance(
         asked: before any `configure`.
         sessions: how the run was started and each time resumed.
     """
-    store = setting.store
+    store = kit.store
     return {
         "profile": asked.model_dump(),
         "model": configured.model.model_dump(),
         "plugins": {
-            e.name: {"package": e.package, "version": e.version} for e in setting.hooks.enabled
+            e.name: {"package": e.package, "version": e.version} for e in kit.hooks.enabled
         },
         "data": {
             "path": str(store.path),
@@ -42,7 +42,7 @@ def provenance(
             "source": store.source,
             "tokenizer": store.tokenizer_name,
         },
-        "machine": setting.machine.name,
+        "machine": kit.machine.name,
         "sessions": list(sessions),
         "versions": versions(),
     }

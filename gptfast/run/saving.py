@@ -10,7 +10,7 @@ from gptfast.errors import GptfastError
 from gptfast.run.assembly import Assembly
 from gptfast.run.checkpoint import save_checkpoint
 from gptfast.run.folder import Run
-from gptfast.run.setting import Setting
+from gptfast.run.kit import Kit
 from gptfast.run.state import Moment, State
 
 
@@ -25,13 +25,13 @@ class Saver:
         self,
         built: Assembly,
         *,
-        setting: Setting,
+        kit: Kit,
         state: State,
         provenance: Mapping[str, Any],
     ) -> None:
-        self.run = setting.run
+        self.run = kit.run
         self._built = built
-        self._setting = setting
+        self._kit = kit
         self._state = state
         self._provenance = provenance
 
@@ -65,7 +65,7 @@ class Saver:
                 flush()
                 self._write(self.run)
         except (GptfastError, OSError, RuntimeError) as error:
-            self._setting.listener.note(
+            self._kit.listener.note(
                 f"step {step} could not be saved after the error below: {error}"
             )
 
@@ -78,12 +78,12 @@ class Saver:
             trainer={
                 "progress": vars(built.progress),
                 "optimizer": built.optimizer.state_dict(),
-                "random": random_state(self._setting.machine.device),
-                "plugins": self._setting.hooks.state(),
+                "random": random_state(self._kit.machine.device),
+                "plugins": self._kit.hooks.state(),
             },
-            tokenizer=self._setting.store.tokenizer_definition,
+            tokenizer=self._kit.store.tokenizer_definition,
             meta={"step": step, "fits": state.fits, **self._provenance},
         )
         state.saved_step = step
         run.point("latest", step)
-        self._setting.listener.saved(step, str(checkpoint.folder))
+        self._kit.listener.saved(step, str(checkpoint.folder))

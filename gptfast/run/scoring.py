@@ -13,8 +13,8 @@ from gptfast.run.assembly import Assembly
 from gptfast.run.checkpoint import Checkpoint
 from gptfast.run.evaluate import Score, evaluate
 from gptfast.run.folder import Run
+from gptfast.run.kit import Kit
 from gptfast.run.saving import Saver
-from gptfast.run.setting import Setting
 from gptfast.run.state import State
 
 
@@ -29,19 +29,19 @@ class Scorer:
         self,
         built: Assembly,
         *,
-        setting: Setting,
+        kit: Kit,
         state: State,
         saver: Saver,
         less: Callable[[BaseException], Callable[[], None] | None],
     ) -> None:
         self.model = built.model
-        self.hooks = setting.hooks
+        self.hooks = kit.hooks
         self._built = built
-        self._setting = setting
+        self._kit = kit
         self._state = state
         self._saver = saver
         self._less = less
-        store = setting.store
+        store = kit.store
         self.has_val = "val" in store.splits and store.n_tokens("val") > 1
         # A foreign file of bare ids has no tokenizer to show a text with.
         self.has_text = store.tokenizer_name is not None
@@ -55,11 +55,11 @@ class Scorer:
         profile = self._state.profile
         return evaluate(
             self.model,
-            self._setting.store,
+            self._kit.store,
             split,
             block_size=profile.model.block_size,
             batch_size=profile.train.windows_per_micro,
-            device=self._setting.machine.device,
+            device=self._kit.machine.device,
             forward_scope=self.hooks.forward_scope,
             max_targets=max_targets,
             should_stop=lambda: self._state.interrupted,
@@ -73,16 +73,16 @@ class Scorer:
             score = repeated_with_less(
                 lambda: self.score("val", max_targets=max_targets),
                 less=self._less,
-                device=self._setting.machine.device,
+                device=self._kit.machine.device,
             )
         if score is None:
             return None
         progress = self._built.progress
         best, seconds = score.loss < progress.best_loss, time.perf_counter() - start
         event = Evaluated(progress.step, score.loss, score.tokens, best, seconds)
-        if self._setting.run is not None:
-            self._setting.run.log([{"kind": "eval", **vars(event)}])
-        self._setting.listener.evaluated(event)
+        if self._kit.run is not None:
+            self._kit.run.log([{"kind": "eval", **vars(event)}])
+        self._kit.listener.evaluated(event)
         self._take(event)
         return score
 
@@ -94,7 +94,7 @@ class Scorer:
         progress = self._built.progress
         if not progress.evaluates:
             return
-        run = self._setting.run
+        run = self._kit.run
         if run is None and checkpoint is not None:  # another process keeps it
             run = Run(checkpoint.folder.parent.parent)
         logged = run.metrics() if run is not None else []
@@ -108,8 +108,8 @@ class Scorer:
     def _take(self, event: Evaluated) -> None:
         """Remember an evaluation and have the observers hear of it."""
         self._built.progress.take(event)
-        if self._setting.run is not None and event.best:
-            self._setting.run.point("best", event.step)
+        if self._kit.run is not None and event.best:
+            self._kit.run.point("best", event.step)
         want = self.hooks.evaluated(event)
         self._state.heed(want)
         if Want.SAVE in want:
@@ -120,12 +120,12 @@ class Scorer:
         from gptfast.run.generate import Sampling, sample_text
 
         train, step = self._state.profile.train, self._built.progress.step
-        generator = torch.Generator(self._setting.machine.device)
+        generator = torch.Generator(self._kit.machine.device)
         generator.manual_seed(train.seed + step)
         with self.hooks.eval_scope():
             text = sample_text(
                 self._built.raw_model,
-                self._setting.store.tokenizer(),
+                self._kit.store.tokenizer(),
                 prompt="",
                 max_new_tokens=train.sample_tokens,
                 sampling=Sampling(),
@@ -134,4 +134,4 @@ class Scorer:
                 should_stop=lambda: self._state.interrupted,
             )
         if not self._state.interrupted:
-            self._setting.listener.sampled(step, text)
+            self._kit.listener.sampled(step, text)

@@ -289,7 +289,7 @@ def _finished(trainer: Trainer, folder: Path, *, seconds: float) -> Finished:
 def _stopped(trainer: Trainer, signum: int, name: str) -> Stopped:
     """What to tell after a signal: which step is saved, and how to go on."""
     saved, again = trainer.state.saved_step, f"gptfast train --resume --run {name}"
-    if trainer.setting.run is None:
+    if trainer.kit.run is None:
         said = f"after step {trainer.progress.step}, which the first of the processes saves"
     elif saved is None:
         said = "before a first step was finished; nothing was saved: start again"
@@ -412,7 +412,7 @@ def run_info(
     assert profile.model.vocab_size is not None
     params = count_parameters(trainer.raw_model)
     order = trainer.source.windows
-    n_tokens = trainer.setting.store.n_tokens("train")
+    n_tokens = trainer.kit.store.n_tokens("train")
     return RunInfo(
         name=run.folder.name if run else None,
         folder=str(run.folder) if run else None,

@@ -55,12 +55,12 @@ from gptfast.report import Listener, Silent
 from gptfast.run.assembly import Progress, assembled
 from gptfast.run.checkpoint import Checkpoint
 from gptfast.run.folder import Run
+from gptfast.run.kit import Kit
 from gptfast.run.metrics import MetricsLog, NotFinite
 from gptfast.run.need import less
 from gptfast.run.provenance import provenance
 from gptfast.run.saving import Saver
 from gptfast.run.scoring import Scorer
-from gptfast.run.setting import Setting
 from gptfast.run.state import Moment, State
 
 
@@ -97,7 +97,7 @@ class Trainer:
         self.asked_profile = profile
         self.hooks = hooks
         self.machine = machine
-        self.setting = Setting(hooks, machine, store, run, listener or Silent())
+        self.kit = Kit(hooks, machine, store, run, listener or Silent())
         self.state = State(profile, fits)
         self.progress = Progress()
         self._checkpoint = checkpoint
@@ -110,10 +110,10 @@ class Trainer:
         return self.state.profile
 
     def __enter__(self) -> Trainer:
-        setting, state, run, resumed = self.setting, self.state, self.setting.run, self._checkpoint
+        kit, state, run, resumed = self.kit, self.state, self.kit.run, self._checkpoint
         with ExitStack() as stack:
             built = stack.enter_context(
-                assembled(self.asked_profile, setting=setting, checkpoint=resumed, fits=state.fits)
+                assembled(self.asked_profile, kit=kit, checkpoint=resumed, fits=state.fits)
             )
             state.profile, self.progress = built.profile, built.progress
             self.raw_model, self.model = built.raw_model, built.model
@@ -128,18 +128,16 @@ class Trainer:
                 run.back_to(self.progress.step, best=self.progress.best_step)
                 state.saved_step = self.progress.step
             state.tried_step = self.progress.step
-            self.log = MetricsLog(built, setting=setting, peak_flops=self._peak_flops)
+            self.log = MetricsLog(built, kit=kit, peak_flops=self._peak_flops)
             origin = provenance(
                 self.asked_profile,
                 configured=self.profile,
-                setting=setting,
+                kit=kit,
                 sessions=self._sessions,
             )
-            self.saver = Saver(built, setting=setting, state=state, provenance=origin)
-            self._less = partial(less, built=built, setting=setting, state=state)
-            self.scorer = Scorer(
-                built, setting=setting, state=state, saver=self.saver, less=self._less
-            )
+            self.saver = Saver(built, kit=kit, state=state, provenance=origin)
+            self._less = partial(less, built=built, kit=kit, state=state)
+            self.scorer = Scorer(built, kit=kit, state=state, saver=self.saver, less=self._less)
             self._leave = stack.pop_all()
         return self
 

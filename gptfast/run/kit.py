@@ -1,4 +1,4 @@
-"""Where a run takes place: what all its parts work with."""
+"""What a run and all its parts work with."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gptfast.run.folder import Run
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What surrounds a run.
+class Kit:
+    """What a run works with.
 
     Attributes:
         hooks: the enabled plugins.
