@@ -37,7 +37,7 @@ def mutants(path: Path) -> Iterator[Mutant]:
         id(part) for f in ast.walk(tree) if isinstance(f, ast.JoinedStr) for part in ast.walk(f)
     }
     for node in ast.walk(tree):
-        if not isinstance(node, ast.expr) or node.lineno != node.end_lineno or id(node) in told:
+        if not isinstance(node, ast.expr) or node.lineno != node.end_lineno or id(node) in lost:
             continue
         match node:
             case ast.Compare(left, [op], [right]):
