@@ -5,6 +5,24 @@ A message is one line that says where, what was found, what is allowed, what to 
 
 from __future__ import annotations
 
+import signal
+
+STOP_SIGNALS = tuple(
+    signal.Signals[name]
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGXCPU")
+    if name in signal.Signals.__members__
+)
+"""What asks a command to stop, as far as this system has it.
+
+A terminal that goes away sends SIGHUP, a batch system SIGUSR1 or SIGXCPU before its limit.
+"""
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Those that stop this process, but for what it was told to ignore, as nohup does SIGHUP."""
+    asked = (signal.SIGINT, signal.SIGTERM)
+    return [n for n in STOP_SIGNALS if n in asked or signal.getsignal(n) is not signal.SIG_IGN]
+
 
 class GptfastError(Exception):
     """Something failed while the command was at work. Exit code 1."""

@@ -11,8 +11,8 @@ Costs: the start of the processes (long under "spawn"), a torch in the memory of
 Numerics: exact, equal bits.
 
 Windows travel by value through a pipe, not as tensors in shared memory, so /dev/shm may be small:
-only the locks of the queues lie there. Workers do not see SIGINT and SIGTERM: the loop finishes its
-step, saves and then ends them.
+only the locks of the queues lie there. Workers do not see the signals that stop a run: the loop
+finishes its step, saves and then ends them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.data import IterableDataset
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = tuple(
+    signal.Signals[name]
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGXCPU")
+    if name in signal.Signals.__members__
+)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from gptfast.errors import STOP_SIGNALS
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """A suite begun in the background of a script inherits an ignored SIGINT, and would hand it on
@@ -147,7 +149,7 @@ def _process_switches() -> list[Switch]:
         Switch("environment", _environment, _restore_environment),
         *(
             Switch(f"handler of {number.name}", _handler(number), _handle(number))
-            for number in (signal.SIGINT, signal.SIGTERM)
+            for number in STOP_SIGNALS
         ),
     ]
 

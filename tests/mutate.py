@@ -33,9 +33,8 @@ def mutants(path: Path) -> Iterator[Mutant]:
     """Every mutant of a file whose expression stands on one line."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     # Python 3.11 does not know where in the line a part of an f-string stands.
-    told = {
-        id(part) for f in ast.walk(tree) if isinstance(f, ast.JoinedStr) for part in ast.walk(f)
-    }
+    strings = (node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr))
+    lost = {id(part) for string in strings for part in ast.walk(string)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.expr) or node.lineno != node.end_lineno or id(node) in lost:
             continue

@@ -20,7 +20,7 @@ from gptfast import __version__
 from gptfast.cli import COMMANDS, main
 from gptfast.cli.app import App
 from gptfast.cli.options import device_option, json_option, profile_options
-from gptfast.errors import GptfastError, Refused, Stopped
+from gptfast.errors import STOP_SIGNALS, GptfastError, Refused, Stopped
 from gptfast.report import Finished
 
 ROOT = Path(__file__).parent.parent
@@ -280,7 +280,7 @@ def with_fakes(tmp_path: Path) -> dict[str, str]:
     return environment(PYTHONPATH=str(folder))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_unwinds_and_says_so(number: signal.Signals, with_fakes: dict[str, str]) -> None:
     process = subprocess.Popen(
         [*GPTFAST, "fake"],
@@ -296,6 +296,37 @@ def test_a_signal_unwinds_and_says_so(number: signal.Signals, with_fakes: dict[s
     assert process.returncode == 128 + number
     assert out == "unwound\n"
     assert only_line(err) == f"gptfast: error: stopped by {number.name}"
+
+
+def test_under_nohup_a_terminal_that_goes_away_stops_nothing(with_fakes: dict[str, str]) -> None:
+    process = subprocess.Popen(
+        ["nohup", *GPTFAST, "fake"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=with_fakes,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=20)
+    assert process.returncode == 138
+
+
+def test_ctrl_c_while_the_command_is_imported_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt\n")
+    done = subprocess.run(
+        [*GPTFAST, "--help"],
+        capture_output=True,
+        text=True,
+        env=environment(PYTHONPATH=str(tmp_path)),
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    assert only_line(done.stderr) == "gptfast: error: stopped by SIGINT"
 
 
 def test_a_spawned_process_does_not_run_the_command_again(with_fakes: dict[str, str]) -> None:

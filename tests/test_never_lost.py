@@ -39,7 +39,7 @@ from gptfast.run import session
 from gptfast.run.checkpoint import Checkpoint, save_checkpoint
 from gptfast.run.folder import Run, only_writer
 from gptfast.run.signals import signals_stop
-from gptfast.run.trainer import Trainer
+from gptfast.run.state import State
 
 MARKER = "PICKLE-CODE-RAN"
 
@@ -534,7 +534,17 @@ class Signals(Plugin):
 SEEN: list[Signals] = []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        (signal.SIGTERM, 143),
+        (signal.SIGHUP, 129),
+        (signal.SIGUSR1, 138),
+        (signal.SIGQUIT, 131),
+        (signal.SIGXCPU, 152),
+    ],
+)
 @pytest.mark.parametrize(
     ("at", "settings"),
     [
@@ -728,7 +738,7 @@ def test_a_refused_run_leaves_no_folder_and_an_old_one_stays(tmp_path: Path) -> 
 def test_sigterm_after_sigint_does_not_cut_the_step_short() -> None:
     told: list[str] = []
     trainer = SimpleNamespace(can_be_cut=True, interrupt=told.append)
-    with signals_stop(cast("Trainer", trainer)) as caught:
+    with signals_stop(cast("State", trainer)) as caught:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
         assert caught == [signal.SIGINT, signal.SIGTERM]
@@ -739,7 +749,7 @@ def test_sigterm_after_sigint_does_not_cut_the_step_short() -> None:
 
 def test_a_second_signal_waits_for_a_save_and_a_third_does_not() -> None:
     trainer = SimpleNamespace(can_be_cut=False, interrupt=lambda reason: None)
-    with signals_stop(cast("Trainer", trainer), grace_s=0.05) as caught:
+    with signals_stop(cast("State", trainer), grace_s=0.05) as caught:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         time.sleep(0.2)  # nor does the alarm cut it

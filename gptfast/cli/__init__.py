@@ -19,7 +19,7 @@ import click
 
 from gptfast import __version__
 from gptfast.cli.app import App
-from gptfast.errors import GptfastError
+from gptfast.errors import GptfastError, stop_signals
 from gptfast.profile import nearest
 
 __all__ = ["COMMANDS", "App", "group", "main"]
@@ -108,13 +108,13 @@ def group(ctx: click.Context) -> None:
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command and give its exit code; the console script and `python -m gptfast`.
 
-    0 done, 1 failed, 2 refused before work, 130 / 143 stopped by SIGINT / SIGTERM, 141 the reader
-    of the output left. Every failure is one line on stderr.
+    0 done, 1 failed, 2 refused before work, 128 + n stopped by signal n, 141 the reader of
+    the output left. Every failure is one line on stderr.
     """
     app = App.from_environment(os.environ)
     app.arguments = tuple(sys.argv[1:] if args is None else args)
     try:
-        with _sigterm_unwinds():
+        with _signals_unwind():
             return _run(app)
     except BrokenPipeError:
         _forget_stdout()
@@ -140,8 +140,8 @@ def _run(app: App) -> int:
         return _say(app, str(error), error.exit_code)
     except KeyboardInterrupt:
         return _say(app, "stopped by SIGINT", 130)
-    except _Terminated:
-        return _say(app, "stopped by SIGTERM", 143)
+    except _Stop as stop:
+        return _say(app, f"stopped by {stop.signal.name}", 128 + stop.signal)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _say(app, f"{where}{error.strerror or error}", 1)
@@ -167,26 +167,32 @@ def _usage(error: click.ClickException) -> str:
     return message
 
 
-class _Terminated(BaseException):
-    """SIGTERM, where no run is there to save and stop in its own way."""
+class _Stop(BaseException):
+    """A signal to stop, where no run is there to save in its own way."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = signal.Signals(number)
 
 
 @contextlib.contextmanager
-def _sigterm_unwinds() -> Iterator[None]:
-    """Have SIGTERM unwind as Ctrl-C does, so that temporary files go and the cursor comes back."""
+def _signals_unwind() -> Iterator[None]:
+    """Have them unwind as Ctrl-C does, so that temporary files go and the cursor comes back."""
     owner = os.getpid()
 
     def handle(signum: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:  # a forked worker that its parent ends: as without us
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
-        raise _Terminated
+        raise _Stop(signum)
 
-    before = signal.signal(signal.SIGTERM, handle)
+    ours = [number for number in stop_signals() if number != signal.SIGINT]
+    before = {number: signal.signal(number, handle) for number in ours}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _forget_stdout() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from gptfast.device.randomness import random_state
+from gptfast.errors import STOP_SIGNALS
 from gptfast.plugin import Machine
 
 
@@ -62,7 +63,7 @@ def process_state(machine: Machine) -> dict[str, Any]:
     for kind in {"cpu", machine.kind}:
         state[f"autocast on {kind}"] = torch.is_autocast_enabled(kind)
         state[f"autocast dtype on {kind}"] = torch.get_autocast_dtype(kind)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         state[f"handler of {number.name}"] = signal.getsignal(number)
     return state
 

@@ -20,7 +20,7 @@ from gptfast.config import Loaded
 from gptfast.data.store import Store
 from gptfast.device.machine import find_machine, measure_matmul_peak, peak_dtype
 from gptfast.device.place import ALONE, Place
-from gptfast.errors import Refused, Stopped
+from gptfast.errors import GptfastError, Refused, Stopped
 from gptfast.host import registry
 from gptfast.host.hooks import Hooks
 from gptfast.host.payback import known_payback
@@ -159,7 +159,7 @@ def train(
 
     Raises:
         Refused: before anything was done: profile, data, plugins or folder do not allow the run.
-        Stopped: SIGINT or SIGTERM; the last finished step is saved.
+        Stopped: a signal asked for it; the last finished step is saved.
         GptfastError: the run failed; what was saved before stands.
     """
     start = time.perf_counter()
@@ -229,6 +229,10 @@ def train(
             except KeyboardInterrupt:
                 if caught:
                     raise _stopped(trainer, caught[0], name) from None
+                raise
+            except GptfastError:
+                if caught:  # taking the run down failed, which does not undo the save
+                    listener.note(str(_stopped(trainer, caught[0], name)))
                 raise
         finished = _finished(trainer, at, seconds=time.perf_counter() - start)
         listener.finished(finished)

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a run without losing a finished step."""
+"""The signals that ask a run to stop end it without losing a finished step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from gptfast.errors import stop_signals
 from gptfast.run.state import State
 
 GRACE_S = 3.0
@@ -20,7 +21,7 @@ AGAIN_S = 0.2
 
 @contextmanager
 def signals_stop(state: State, *, grace_s: float = GRACE_S) -> Iterator[list[int]]:
-    """SIGINT and SIGTERM let the step finish, save and stop.
+    """The signals that ask a command to stop let the step finish; the run is saved and stops.
 
     The same one again, or `grace_s` without an end, raises KeyboardInterrupt where the run is: the
     step begun is left and the last finished one saved. An update, a save and the taking down are
@@ -48,7 +49,7 @@ def signals_stop(state: State, *, grace_s: float = GRACE_S) -> Iterator[list[int
             _alarm(0.0)
             raise KeyboardInterrupt
 
-    handlers = {signal.SIGINT: handle, signal.SIGTERM: handle}
+    handlers = dict.fromkeys(stop_signals(), handle)
     if sys.platform != "win32":  # which has no alarm: there only a second signal cuts a step
         handlers[signal.SIGALRM] = overdue
     before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
