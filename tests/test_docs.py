@@ -8,6 +8,7 @@ import re
 import textwrap
 from pathlib import Path
 
+import plugin_fields
 import pytest
 
 from gptfast import config
@@ -46,6 +47,32 @@ def test_plugins_page_has_every_hook_in_its_table() -> None:
     rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", PLUGINS, re.M)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert hooks() <= named
+
+
+def test_plugins_page_has_the_fields_of_the_code() -> None:
+    assert plugin_fields.written(PLUGINS) == PLUGINS, "run python tests/plugin_fields.py"
+
+
+@pytest.mark.parametrize("shown", plugin_fields.SHOWN)
+def test_the_code_says_of_every_field_what_it_is(shown: type) -> None:
+    rows = list(plugin_fields.rows(shown))
+    assert {row.name for row in rows} >= set(getattr(shown, "__dataclass_fields__", {}))
+    for row in rows:
+        assert row.says, f"{shown.__name__}.{row.name} has no docstring"
+        assert f"| `{row.name}` |" in PLUGINS
+        if row.type == "Tensor":
+            assert "wait" in row.says, f"{shown.__name__}.{row.name}: whether reading it waits"
+            assert re.search(r"Scalar|\(B", row.says), f"{shown.__name__}.{row.name}: its shape"
+        if "None" in row.type and row.type != "None":
+            assert "None" in row.says, f"{shown.__name__}.{row.name}: when it is None"
+
+
+def test_the_code_says_of_every_value_of_a_profile_what_it_is() -> None:
+    for key in plugin_fields.TABLES:
+        for row in plugin_fields.table_rows(key):
+            assert not row.says.startswith(" Default"), f"{row.name} has no docstring"
+            if "null" in row.type:
+                assert "None" in row.says, f"{row.name}: what None means"
 
 
 @pytest.mark.parametrize("name", SHIPPED)
