@@ -500,4 +500,4 @@ class Plugin:
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what `state` gave. Before `ready`, after `wrap_model`."""
+        """Take back what `state` gave, tensors on the CPU. Before `ready`, after `wrap_model`."""

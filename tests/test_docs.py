@@ -5,11 +5,15 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import plugin_fields
 import pytest
+from plugin_helpers import found
 
 from gptfast import config
 from gptfast.host import registry
@@ -17,7 +21,7 @@ from gptfast.plugin import Plugin
 
 PROJECT = Path(__file__).parent.parent
 PLUGINS = (PROJECT / "docs/plugins.md").read_text(encoding="utf-8")
-SHIPPED = {name: found for name, found in registry.discover().items() if found.package == "gptfast"}
+SHIPPED = {name: one for name, one in registry.discover().items() if one.package == "gptfast"}
 
 
 def hooks() -> set[str]:
@@ -96,6 +100,22 @@ def test_the_smallest_plugin_of_the_page_works() -> None:
     assert isinstance(made, type)
     assert issubclass(made, Plugin)
     assert made.Options.model_fields["loss"].default == 1.5
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_plugin_of_the_page_that_logs_and_keeps_state_keeps_the_contract(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = ModuleType("gptfast_loss_mean")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", PLUGINS, re.S) if "Mean" in code)
+    exec(compile(code, "docs/plugins.md", "exec"), vars(module))
+    (test,) = re.findall(r"```python test\n(.*?)```", PLUGINS, re.S)
+    known = found(loss_mean=module.LossMean)
+    monkeypatch.setattr(registry, "discover", lambda: known)
+    namespace: dict[str, Any] = {}
+    exec(compile(test, "docs/plugins.md", "exec"), namespace)
+    namespace["test_keeps_the_contract"]()
 
 
 @pytest.mark.parametrize("name", config.names(folder=PROJECT / "docs"))
