@@ -168,10 +168,13 @@ class Machine:
     """The device that the run is on."""
 
     device: torch.device
+    """Where the model and its tensors are."""
     name: str
     """As the driver calls it."""
     rank: int = 0
+    """Of this process among those of the run, from 0; the first keeps the run."""
     world: int = 1
+    """Processes of the run."""
 
     @property
     def kind(self) -> str:
@@ -186,17 +189,16 @@ class Machine:
 
 @dataclass(frozen=True)
 class Batch:
-    """The windows of one step, or a part of them.
-
-    Attributes:
-        step: the optimizer step that they belong to, from 1.
-        starts: (B,) int64, first token of each window in the split.
-        tokens: (B, block_size + 1) int64, on the host or on the device.
-    """
+    """The windows of one step, or a part of them."""
 
     step: int
+    """The optimizer step that they belong to, from 1."""
     starts: np.ndarray[Any, np.dtype[np.int64]]
+    """(B,) int64, on the host: first token of each of the B windows, counted from the start of the
+    training split."""
     tokens: Tensor
+    """(B, block_size + 1) int64: token ids, on the host or, where a source put them there, on the
+    device; there reading them waits."""
 
 
 class Windows(Protocol):
@@ -261,40 +263,51 @@ class Parts:
     """What a run is made of, once everything is built."""
 
     profile: Profile
+    """After every `configure`."""
     machine: Machine
+    """The device that the run is on."""
     raw_model: nn.Module
-    """The GPT itself; its parameters are those that are saved."""
+    """The GPT itself; its parameters, on the device, are those that are saved. Reading one
+    waits."""
     model: nn.Module
     """After every `wrap_model`; what the loop calls."""
     optimizer: Optimizer
+    """The one that some plugin built, or else torch's AdamW. Its groups' `lr` are set before every
+    update to the schedule's share of their `initial_lr`, the peak."""
     source: Source
+    """After every `wrap_source`; at the windows of the first step to come."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """An update that is about to be made. Tensors are on the device: reading one waits for it."""
+    """An update that is about to be made."""
 
     step: int
-    """From 1."""
+    """The optimizer step that it would end, from 1."""
     loss: Tensor
-    """Scalar float32: mean over the target tokens of the step, in nats."""
+    """Scalar float32 on the device: mean over the target tokens of the step, in nats per token.
+    Reading it waits for the device."""
     grad_norm: Tensor
-    """Scalar float32: norm of the gradient before clipping."""
+    """Scalar float32 on the device: L2 norm of the gradient of all parameters, before clipping.
+    Reading it waits for the device."""
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """A finished optimizer step. Tensors are on the device: reading one waits for it."""
+    """A finished optimizer step."""
 
     step: int
-    """From 1."""
+    """Which one, from 1."""
     steps: int
-    """Of the whole run."""
+    """Optimizer steps of the whole run."""
     loss: Tensor
-    """Scalar float32: mean over the target tokens of the step, in nats."""
+    """Scalar float32 on the device: mean over the target tokens of the step, in nats per token,
+    before the update. Reading it waits for the device."""
     grad_norm: Tensor
-    """Scalar float32: norm of the gradient before clipping."""
+    """Scalar float32 on the device: L2 norm of the gradient of all parameters, before clipping.
+    Reading it waits for the device."""
     learning_rate: float
+    """Of the step, by the schedule: the peak of the profile times the schedule's share."""
     tokens: int
     """Target tokens in the step."""
     committed: bool
@@ -306,16 +319,24 @@ class Evaluated:
     """A finished evaluation."""
 
     step: int
+    """The optimizer step after which it was made, from 1."""
     loss: float
-    """Mean over the target tokens scored, in nats."""
+    """Mean over the target tokens of `val` that were scored, in nats per token; read already."""
     tokens: int
+    """Target tokens scored."""
     best: bool
-    """Whether it is the lowest of the run so far."""
+    """Whether the loss is the lowest of the run so far."""
     seconds: float
+    """Wall time that it took, in seconds."""
 
 
 class Context:
     """What `setup` may do: each way to change something outside the plugin undoes it at the end."""
+
+    profile: Profile
+    """After every `configure`."""
+    machine: Machine
+    """The device that the run is on."""
 
     def __init__(
         self,
@@ -479,4 +500,4 @@ class Plugin:
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what `state` gave. Before `ready`, after `wrap_model`."""
+        """Take back what `state` gave, tensors on the CPU. Before `ready`, after `wrap_model`."""

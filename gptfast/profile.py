@@ -46,7 +46,7 @@ class ModelConfig(Table):
     preset: (
         Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "char-small", "char-base"] | None
     ) = None
-    """A shape by name; keys given beside it win."""
+    """A shape by name; keys given beside it win. None: the keys alone."""
     n_layer: Positive = 12
     """Transformer blocks."""
     n_head: Positive = 12
@@ -81,7 +81,7 @@ class ModelConfig(Table):
     qk_norm: bool = False
     """RMS-normalise queries and keys per head before attention."""
     logit_softcap: PositiveFinite | None = None
-    """Squash logits to (-cap, cap) by cap * tanh(logits / cap)."""
+    """Squash logits to (-cap, cap) by cap * tanh(logits / cap). None: they stay as they are."""
     tied_head: bool = True
     """The output head is the token embedding (GPT-2)."""
     zero_init_projections: bool = False

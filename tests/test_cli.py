@@ -522,3 +522,31 @@ def test_train_json_is_how_the_run_ended(
         "first_step_s": None,
     }
     assert "a word" in shown.err
+
+
+@pytest.mark.parametrize("verify", [(), ("--verify-resume",)])
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--plugin", "emma"), "--plugin emma: plugin emma is not installed: did you mean ema?"),
+        (
+            ("--set", "plugins.ema.deca=0.5"),
+            "--set plugins.ema.deca=0.5: plugins.ema: unknown key deca: did you mean decay?",
+        ),
+        (("--set", "plugins.emma.decay=0.5"), "plugin emma is not installed: did you mean ema?"),
+    ],
+)
+def test_a_mistyped_plugin_is_said_before_a_missing_data_file(
+    args: tuple[str, ...],
+    said: str,
+    verify: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--device", "cpu", *args, *verify]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()

@@ -289,7 +289,7 @@ BROKEN_PLUGINS: list[tuple[type[Plugin], set[str]]] = [
     (CoarseRounding, {"claim"}),
     (NotLearning, {"claim"}),
     (Renames, {"parameter names"}),
-    (MovesRandomStateInEval, {"evaluation"}),
+    (MovesRandomStateInEval, {"evaluation", "resume"}),
     (KeepsSwappedWeights, {"evaluation", "resume"}),
     (LeavesEvalMode, {"evaluation", "resume"}),
     (Forgets, {"resume"}),
@@ -384,6 +384,109 @@ def test_a_state_that_goes_one_way_only_breaks_the_resume(
 ) -> None:
     faults = broken(check_plugin("one", found=found(one=plugin)))
     assert [(fault.name, fault.detail) for fault in faults] == [("resume", line) for line in said]
+
+
+class LastStep(Plugin):
+    """Does something in the last step of a resumed run alone; a new optimizer has no moments."""
+
+    def ready(self, parts: Parts) -> None:
+        self.parts = parts
+        self.resumed = bool(parts.optimizer.state)
+
+    def step(self, event: Stepped) -> Want:
+        if self.resumed and event.step == event.steps:
+            self.spoil()
+        return Want.NOTHING
+
+    def spoil(self) -> None: ...
+
+
+class SpoilsWeights(LastStep):
+    def spoil(self) -> None:
+        with torch.no_grad():
+            self.parts.raw_model.wpe.weight[0, 0] += 1.0
+
+
+class SpoilsOptimizer(LastStep):
+    def spoil(self) -> None:
+        weight = next(iter(self.parts.optimizer.state))
+        self.parts.optimizer.state[weight]["exp_avg_sq"].view(-1)[0] += 1.0
+
+
+class SpoilsRandom(LastStep):
+    def spoil(self) -> None:
+        torch.rand(1)
+
+
+class SpoilsLosses(LastStep):
+    """The loss that is told is another, its gradient the same."""
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        def more(module: nn.Module, args: Any, loss: torch.Tensor) -> torch.Tensor:
+            return loss + 1.0 if module.training and self.resumed else loss
+
+        model.register_forward_hook(more)
+        return model
+
+
+class SpoilsItsCount(Plugin):
+    """Counts anew after a stop: nothing else shows it."""
+
+    count = 0
+
+    def step(self, event: Stepped) -> Want:
+        self.count += 1
+        return Want.NOTHING
+
+    def state(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+class CountsLate(SpoilsItsCount):
+    """Says nothing at the usual stop, where forgetting it loses nothing."""
+
+    def step(self, event: Stepped) -> Want:
+        self.count += event.step == 5
+        return Want.NOTHING
+
+
+class KeepsTime(SpoilsItsCount):
+    """No two runs agree in its state, and no stop is to blame."""
+
+    def state(self) -> dict[str, Any]:
+        return {"drawn": int.from_bytes(os.urandom(8), "little")}
+
+
+@pytest.mark.parametrize(
+    ("plugin", "table", "step"),
+    [
+        (SpoilsWeights, "model wpe.weight", 3),
+        (SpoilsOptimizer, "optimizer state.0.exp_avg_sq", 3),
+        (SpoilsRandom, "random torch", 3),
+        (SpoilsLosses, "loss of step", 3),
+        (SpoilsItsCount, "plugins one.state.count", 3),
+        (CountsLate, "plugins one.state.count", 5),
+    ],
+)
+def test_a_stop_that_loses_one_thing_alone_breaks_the_resume(
+    plugin: type[Plugin], table: str, step: int
+) -> None:
+    (fault,) = broken(check_plugin("one", found=found(one=plugin)))
+    assert fault.name == "resume"
+    said, _, named = fault.detail.rpartition("differ: ")
+    assert f"after a stop at step {step}" in said
+    assert all(one.startswith(table) for one in named.split(", ")), named
+
+
+def test_a_state_that_no_two_runs_agree_in_is_no_fault_of_the_stop() -> None:
+    assert broken(check_plugin("one", found=found(one=KeepsTime))) == []
+
+
+def test_the_stop_is_where_a_state_says_something() -> None:
+    promises = {p.name: p for p in check_plugin("ema", ROWS["ema"])}
+    assert "after stopping at step 3 of 6" in promises["resume"].detail
 
 
 class HalvesRate(Plugin):

@@ -5,10 +5,15 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import plugin_fields
 import pytest
+from plugin_helpers import found
 
 from gptfast import config
 from gptfast.host import registry
@@ -16,7 +21,7 @@ from gptfast.plugin import Plugin
 
 PROJECT = Path(__file__).parent.parent
 PLUGINS = (PROJECT / "docs/plugins.md").read_text(encoding="utf-8")
-SHIPPED = {name: found for name, found in registry.discover().items() if found.package == "gptfast"}
+SHIPPED = {name: one for name, one in registry.discover().items() if one.package == "gptfast"}
 
 
 def hooks() -> set[str]:
@@ -48,6 +53,32 @@ def test_plugins_page_has_every_hook_in_its_table() -> None:
     assert hooks() <= named
 
 
+def test_plugins_page_has_the_fields_of_the_code() -> None:
+    assert plugin_fields.written(PLUGINS) == PLUGINS, "run python tests/plugin_fields.py"
+
+
+@pytest.mark.parametrize("shown", plugin_fields.SHOWN)
+def test_the_code_says_of_every_field_what_it_is(shown: type) -> None:
+    rows = list(plugin_fields.rows(shown))
+    assert {row.name for row in rows} >= set(getattr(shown, "__dataclass_fields__", {}))
+    for row in rows:
+        assert row.says, f"{shown.__name__}.{row.name} has no docstring"
+        assert f"| `{row.name}` |" in PLUGINS
+        if row.type == "Tensor":
+            assert "wait" in row.says, f"{shown.__name__}.{row.name}: whether reading it waits"
+            assert re.search(r"Scalar|\(B", row.says), f"{shown.__name__}.{row.name}: its shape"
+        if "None" in row.type and row.type != "None":
+            assert "None" in row.says, f"{shown.__name__}.{row.name}: when it is None"
+
+
+def test_the_code_says_of_every_value_of_a_profile_what_it_is() -> None:
+    for key in plugin_fields.TABLES:
+        for row in plugin_fields.table_rows(key):
+            assert not row.says.startswith(" Default"), f"{row.name} has no docstring"
+            if "null" in row.type:
+                assert "None" in row.says, f"{row.name}: what None means"
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_plugins_page_has_every_shipped_plugin(name: str) -> None:
     plugin = SHIPPED[name].load()
@@ -69,6 +100,22 @@ def test_the_smallest_plugin_of_the_page_works() -> None:
     assert isinstance(made, type)
     assert issubclass(made, Plugin)
     assert made.Options.model_fields["loss"].default == 1.5
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_plugin_of_the_page_that_logs_and_keeps_state_keeps_the_contract(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = ModuleType("gptfast_loss_mean")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    (code,) = (code for code in re.findall(r"```python\n(.*?)```", PLUGINS, re.S) if "Mean" in code)
+    exec(compile(code, "docs/plugins.md", "exec"), vars(module))
+    (test,) = re.findall(r"```python test\n(.*?)```", PLUGINS, re.S)
+    known = found(loss_mean=module.LossMean)
+    monkeypatch.setattr(registry, "discover", lambda: known)
+    namespace: dict[str, Any] = {}
+    exec(compile(test, "docs/plugins.md", "exec"), namespace)
+    namespace["test_keeps_the_contract"]()
 
 
 @pytest.mark.parametrize("name", config.names(folder=PROJECT / "docs"))

@@ -306,6 +306,46 @@ def test_observers_answers_are_joined_whatever_their_order() -> None:
         failing.step(event)
 
 
+class Fails(Plugin):
+    """Each observing hook fails, and those that end a run."""
+
+    class Options(Options):
+        label: str
+
+    def before_step(self, event: Any) -> Want:
+        NOTES(self.options.label)
+        raise OSError(f"{self.options.label} has no more room")
+
+    step = evaluated = before_step
+
+    def setup(self, context: Context) -> None:
+        context.undo(lambda: self.before_step(None))
+
+    def teardown(self) -> None:
+        self.before_step(None)
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+@pytest.mark.parametrize("hook", ["before_step", "step", "evaluated"])
+def test_of_two_failing_observers_both_hear_and_the_first_is_raised(hook: str, order: str) -> None:
+    hooks = Hooks([enabled(label, Fails, label=label) for label in order], note=NOTES)
+    said = rf"plugin {order[0]} \(tests 1.0\) failed in {hook}: OSError: {order[0]} has no more"
+    with pytest.raises(GptfastError, match=said):
+        getattr(hooks, hook)(None)
+    assert NOTES.lines == list(order)
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_of_two_failing_teardowns_the_first_is_raised_and_the_others_are_noted(order: str) -> None:
+    hooks = Hooks([enabled(label, Fails, label=label) for label in order], note=NOTES)
+    first, second = reversed(order)
+    with pytest.raises(GptfastError, match=rf"plugin {first} \(.*\) failed in teardown"), hooks:
+        hooks.setup(Profile(), CPU)
+    noted = [line.partition(" (")[0] for line in NOTES.lines if len(line) > 1]
+    assert noted == [f"while stopping: plugin {name}" for name in (first, second, second)]
+    assert [line for line in NOTES.lines if len(line) == 1] == [first, first, second, second]
+
+
 class Answers(Plugin):
     """Returns from each observing hook what it is told to."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -354,15 +355,25 @@ def test_the_package_that_new_writes_installs_and_passes(environment: Environmen
     made = environment.gptfast("plugins", "new", "early-look")
     assert made.returncode == 0, made.stderr
     package = environment.folder / "gptfast-early-look"
+    install, test = made.stdout.splitlines()[1:]
+    assert install == "    python -m pip install -e 'gptfast-early-look[test]'"
+    assert 'test = ["pytest>=8"]' in (package / "pyproject.toml").read_text()
     again = environment.gptfast("plugins", "new", "early-look")
     assert again.returncode == 2
     assert "is there already" in again.stderr
     taken = environment.gptfast("plugins", "new", "amp")
     assert (taken.returncode, (environment.folder / "gptfast-amp").exists()) == (2, False)
 
-    environment.install(package)
+    # As printed, but from what is here already: neither a build nor pytest is fetched.
+    offline = ["--no-index", "--no-build-isolation", "--disable-pip-version-check", "-q"]
+    pip, *arguments = shlex.split(install)[2:]
+    assert pip == "pip"
+    ours = [sys.executable, "-m", "pip", "--python", str(environment.python), *arguments, *offline]
+    subprocess.run(ours, cwd=environment.folder, check=True, capture_output=True, timeout=120)
     listed = json.loads(environment.gptfast("plugins", "list", "--json").stdout)
     assert next(row for row in listed if row["name"] == "early-look")["broken"] is None
-    tested = environment.run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(package))
+    python, *arguments = shlex.split(test)
+    assert python == "python"
+    tested = environment.run(*arguments)
     assert tested.returncode == 0, tested.stdout
     assert "2 passed" in tested.stdout

@@ -188,8 +188,11 @@ def check(
 )
 @click.pass_obj
 def new(app: App, *, name: str, out: Path | None) -> None:
-    """Write a package for a plugin of your own: it installs and passes its test as it is."""
-    from gptfast.contract.skeleton import write_skeleton
+    """Write a package for a plugin of your own: it installs and passes its test as it is.
+
+    Prints the two commands that do both.
+    """
+    from gptfast.contract.skeleton import first_commands, write_skeleton
     from gptfast.errors import Refused
     from gptfast.host.registry import discover
 
@@ -198,7 +201,9 @@ def new(app: App, *, name: str, out: Path | None) -> None:
         raise Refused(f"plugin {name}: package {taken.package} has that name: choose another")
     folder = app.folder / (out or f"gptfast-{name}")
     write_skeleton(name, folder)
-    app.console.line(f"{out or folder.name}: pip install -e it, then gptfast plugins check {name}")
+    app.console.line(f"{out or folder.name} is written; install it and run its test:")
+    for command_line in first_commands(str(out or folder.name)):
+        app.console.line(f"    {command_line}")
 
 
 def _named(name: str, found: Mapping[str, Found]) -> Found:

@@ -9,19 +9,18 @@ Our tests, `gptfast plugins check` and the tests of a stranger's package call th
 
 Each promise is a line of its own, kept or broken. It runs on the CPU, where equal bits can be asked
 for, unless it is given another machine. A little over 400 lines, so that every promise is read in
-one place; the tiny run is in `tiny`, what belongs to the whole process in `process`.
+one place; the tiny run is in `tiny`, the resumed one in `resume`, what belongs to the whole process
+in `process`.
 """
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from pydantic import ValidationError
 
 from gptfast.contract.names import mistaken_hooks
 from gptfast.contract.process import differences, generators, process_state, running_helpers
+from gptfast.contract.resume import resumes
 from gptfast.contract.tiny import (
     STEPS,
     STOP,
@@ -52,7 +52,6 @@ from gptfast.model import GPT
 from gptfast.plugin import Claim, Machine, Parts, Plugin, Profile
 from gptfast.profile import nearest
 from gptfast.run.checkpoint import strip_wrappers
-from gptfast.run.folder import Run
 
 GRACE_S = 2.0
 """How long a thread or a process may take to end once the run is over."""
@@ -199,7 +198,7 @@ class _Single:
             _promise("claim", self.claim),
             _promise("parameter names", self.parameter_names),
             _promise("evaluation", self.evaluation),
-            _promise("resume", lambda: _resumes(self.rig)),
+            _promise("resume", lambda: resumes(self.rig)),
             _promise("clean after a failed setup", self.clean_after_failed_setup),
             _promise("clean after Ctrl-C", self.clean_after_interrupt),
             _promise("teardown", self.teardown_once),
@@ -357,7 +356,7 @@ class _Pair:
             reason = "; ".join(f"{name}: {why}" for name, why in unsupported.items())
             return [Promise("trains", Verdict.NOT_CHECKED, f"unsupported here: {reason}")]
         return [
-            _promise("trains and resumes", lambda: _resumes(self.rig)),
+            _promise("trains and resumes", lambda: resumes(self.rig)),
             _promise("commutes", self.commutes),
         ]
 
@@ -383,34 +382,6 @@ class _Pair:
         one, other = (self.rig.train(self.rig.profile(p)) for p in (self.rig.plugins, turned))
         self.rig.require_equal(one, other, what="in the other order")
         return "equal in both orders"
-
-
-def _resumes(rig: Rig) -> str:
-    """Stopped and resumed equals uninterrupted, with dropout, micro-batches and a new epoch."""
-    profile = rig.profile(model__dropout=0.1, train__micro_batch=2)
-    straight = rig.train(profile)
-    if len(straight.losses) != STEPS or not np.isfinite(straight.losses).all():
-        raise Broken(f"losses of {STEPS} steps: {straight.losses}")
-    with tempfile.TemporaryDirectory(dir=rig.folder) as folder:
-        run = Run.create(Path(folder), profile_toml=profile.to_toml())
-        stopped = rig.train(profile, run=run, until=STOP)
-        saved = run.latest()
-        _require_both_ways(rig.plan(profile), saved.load_trainer()["plugins"])
-        resumed = rig.train(profile, run=run, checkpoint=saved)
-    whole = Outcome(stopped.losses + resumed.losses, resumed.weights, resumed.val_loss)
-    rig.require_equal(whole, straight, what="resumed and uninterrupted")
-    return f"equal after stopping at step {STOP} of {STEPS}"
-
-
-def _require_both_ways(plugins: Sequence[Enabled], saved: Mapping[str, Any]) -> None:
-    """Who saves a state takes it back, and the other way round."""
-    for enabled in plugins:
-        kind = type(enabled.plugin)
-        gives, takes = kind.state is not Plugin.state, kind.load_state is not Plugin.load_state
-        if takes and not gives:
-            raise Broken(f"{enabled.name} has load_state and no state: write state, too")
-        if gives and not takes and saved[enabled.name]["state"]:
-            raise Broken(f"{enabled.name} has state and no load_state: write load_state, too")
 
 
 # helpers of the promises -----------------------------------------------------------------------

@@ -6,6 +6,7 @@ It installs and passes as it is, so that its author starts from something that w
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from pathlib import Path
 from string import Template
@@ -46,6 +47,14 @@ def skeleton(name: str) -> dict[str, str]:
     }
 
 
+def first_commands(folder: str) -> list[str]:
+    """What to type after `new`: installs the package that was written, and runs its test."""
+    return [
+        f"python -m pip install -e {shlex.quote(f'{folder}[test]')}",
+        f"python -m pytest {shlex.quote(folder)}",
+    ]
+
+
 def write_skeleton(name: str, folder: Path) -> None:
     """Write the package into `folder`, which appears complete or not at all.
 
@@ -83,6 +92,9 @@ readme = "README.md"
 requires-python = ">=3.10"
 dependencies = ["gptfast>=$version"]
 
+[project.optional-dependencies]
+test = ["pytest>=8"]
+
 [project.entry-points."gptfast.plugins"]
 $name = "$module:$class_name"
 
@@ -95,7 +107,8 @@ README = """\
 
 The plugin `$name` for gptfast. Say here what it does, when it helps and what it costs.
 
-    pip install -e .
+    pip install -e ".[test]"
+    python -m pytest
     gptfast plugins check $name
     gptfast train --plugin $name
     gptfast bench --plugin $name

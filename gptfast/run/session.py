@@ -111,7 +111,7 @@ def opened(
     checkpoint: Checkpoint | None = None,
     cache: Path | None = None,
 ) -> Iterator[Setting]:
-    """Find the machine and open the data.
+    """Look at the plugins' names and options, find the machine and open the data.
 
     Args:
         place: which of a run's processes this one is.
@@ -119,9 +119,11 @@ def opened(
         cache: folder in which what was found out about this machine is kept; None: nowhere.
 
     Raises:
-        Refused: there is no such device, the data cannot be read or are others, or the batch cannot
-            be shared out.
+        Refused: a plugin is unknown, broken, wrongly set or in conflict, there is no such device,
+            the data cannot be read or are others, or the batch cannot be shared out.
     """
+    # Before the data, which may be missing: what was mistyped is said first.
+    registry.plan(loaded.profile, origins=loaded.origins)
     machine = find_machine(device, place=place)
     check_shares(loaded.profile, place)
     with Store.open(Path(loaded.profile.data.path)) as store:

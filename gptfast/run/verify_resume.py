@@ -44,6 +44,11 @@ class Difference:
     by: float | None
     repeats: bool
 
+    @property
+    def excused(self) -> bool:
+        """What only a plugin counts, as by a clock, and what no two runs agree in."""
+        return self.what.startswith("plugins ") and not self.repeats
+
 
 @dataclass(frozen=True)
 class ResumeCheck:
@@ -60,7 +65,7 @@ class ResumeCheck:
     @property
     def equal(self) -> bool:
         """Bit for bit; only what a plugin counts may differ, where two whole runs differ in it."""
-        return all(d.what.startswith("plugins ") and not d.repeats for d in self.differences)
+        return all(difference.excused for difference in self.differences)
 
 
 def verify_resume(
@@ -92,19 +97,14 @@ def verify_resume(
             rehearsal = _Rehearsal(setting, fits, stop, Path(name), note)
             straight = rehearsal.train("straight", [steps])
             stopped = rehearsal.train("stopped", [stop, steps])
-            differing = differences(straight, stopped)
-            again = rehearsal.train("again", [steps]) if differing else straight
-        unrepeated = differences(straight, again)
+            found = compare(straight, stopped, again=lambda: rehearsal.train("again", [steps]))
         return ResumeCheck(
             profile=setting.profile.name,
             device=setting.machine.name,
             steps=steps,
             stopped_at=stop,
             compared=len(straight),
-            differences=[
-                Difference(what, by, repeats=what not in unrepeated)
-                for what, by in differing.items()
-            ],
+            differences=found,
         )
 
 
@@ -179,6 +179,23 @@ def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, value in branches:
         yield from _leaves(value, f"{name}.{key}" if name else key)
+
+
+def compare(
+    straight: Mapping[str, Any],
+    stopped: Mapping[str, Any],
+    *,
+    again: Callable[[], Mapping[str, Any]],
+) -> list[Difference]:
+    """What a stopped run has not as the straight one has it.
+
+    Args:
+        straight, stopped: as `everything_in` gives them.
+        again: makes a second straight run; called only where something differs.
+    """
+    differing = differences(straight, stopped)
+    unrepeated = differences(straight, again()) if differing else {}
+    return [Difference(what, by, repeats=what not in unrepeated) for what, by in differing.items()]
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float | None]:
