@@ -7,14 +7,21 @@ python docs/live_view.py --profile fast --steps 600 --at 400
 from __future__ import annotations
 
 import argparse
+import io
+import re
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from gptfast import config
-from gptfast.console.picture import live_view_svg
+from gptfast.console.board import MAX_WIDTH, Board
 from gptfast.report import EvalRecord, Logged, RunInfo, Silent
 from gptfast.run.session import train
+
+_WEB_FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
 class Watcher(Silent):
@@ -36,6 +43,39 @@ class Watcher(Silent):
     def evaluated(self, record: EvalRecord) -> None:
         if record.step <= self.at:
             self.records.append(record)
+
+
+def live_view_svg(
+    info: RunInfo,
+    records: Sequence[Logged | EvalRecord],
+    *,
+    seconds: float,
+    saved: int | None = None,
+    width: int = MAX_WIDTH,
+) -> str:
+    """The live view as SVG, as it looks `seconds` into a run, after `records`.
+
+    The picture is the same each time and loads nothing from the network.
+    """
+    readings = [0.0]
+    board = Board(info, now=lambda: readings[-1], saved=saved)
+    readings.append(seconds)
+    for record in records:
+        if isinstance(record, Logged):
+            board.logged(record)
+        else:
+            board.evaluated(record)
+    console = Console(
+        record=True,
+        file=io.StringIO(),
+        width=width,
+        force_terminal=True,
+        color_system="truecolor",
+        _environ={},
+    )
+    console.print(board.render(width))
+    svg = console.export_svg(title="gptfast train", unique_id="gptfast")
+    return _WEB_FONTS.sub("", svg)
 
 
 def main() -> None:

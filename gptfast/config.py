@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gptfast.errors import Refused
+from gptfast.files import stands
 from gptfast.profile import Profile, nearest, put, validate
 
 if sys.version_info >= (3, 11):
@@ -132,7 +133,7 @@ def _read_files(config: Path | None, folder: Path) -> list[_File]:
     """The shipped file and the user's, in rising precedence."""
     files = [_read_file(shipped_config(), base=folder)]
     user = config or folder / CONFIG_NAME
-    if config is not None or user.exists():
+    if config is not None or stands(user):
         files.append(_read_file(user, base=user.absolute().parent))
     return files
 

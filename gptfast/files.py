@@ -34,6 +34,25 @@ def replace_text(path: Path, text: str) -> None:
     sync(path.parent)
 
 
+def stands(path: Path) -> bool:
+    """Whether there is such a file or folder; from Python 3.14 on `Path.exists` also says no where
+    it may not look.
+
+    Raises:
+        Refused: a folder above may not be looked into.
+    """
+    try:
+        path.stat()
+    except PermissionError as error:
+        raise Refused(
+            f"{path}: cannot be read ({error.strerror}): change its rights or those of the folders "
+            "above it"
+        ) from error
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def sync(path: Path) -> None:
     """Have the system write a file, or on POSIX a folder's entries, to the disk."""
     if path.is_dir() and os.name == "nt":  # Windows cannot open a folder

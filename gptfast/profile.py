@@ -17,7 +17,6 @@ from gptfast.errors import Refused
 
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFinite = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 

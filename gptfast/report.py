@@ -47,9 +47,6 @@ class RunInfo:
     """Micro-batches in a step."""
     block_size: int
     vocab_size: int
-    train_tokens: int
-    epoch_steps: int
-    """Steps in which each window of the training split is seen once."""
     plugins: tuple[PluginLine, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     """Name and reason of each plugin left off."""

@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import runpy
 import struct
 import subprocess
 import sys
@@ -23,7 +24,6 @@ from rich.cells import cell_len
 
 from gptfast.console import Console, Look
 from gptfast.console.curve import Series, loss_curve
-from gptfast.console.picture import live_view_svg
 from gptfast.console.progress import Pace, PrepareProgress
 from gptfast.console.text import (
     ASCII_BLOCKS,
@@ -351,6 +351,7 @@ def test_the_curve_falls_where_the_loss_falls(ascii_only: bool) -> None:
 
 
 def test_the_picture_of_the_live_view_is_the_same_each_time_and_loads_nothing() -> None:
+    live_view_svg = runpy.run_path(str(ROOT / "docs" / "live_view.py"))["live_view_svg"]
     records = list(watch.records())
     svg = live_view_svg(watch.INFO, records[:60], seconds=14.7, saved=200)
     assert svg == live_view_svg(watch.INFO, records[:60], seconds=14.7, saved=200)

@@ -137,3 +137,13 @@ def test_links_between_documents_lead_somewhere() -> None:
     for page in [*PROJECT.glob("*.md"), *PROJECT.glob("docs/*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_each_case_in_a_test_has_one_line_and_the_other_way_round() -> None:
+    tag = r"[A-Z][A-Z0-9]{1,3}-\d\d"
+    tests = (path.read_text(encoding="utf-8") for path in (PROJECT / "tests").glob("*.py"))
+    tagged = {name for text in tests for name in re.findall(rf"\b{tag}\b", text)}
+    cases = (PROJECT / "tests/cases.md").read_text(encoding="utf-8")
+    lines = re.findall(rf"^\| ({tag}) \|", cases, re.M)
+    encodings = {"UTF-16", "UTF-32"}
+    assert sorted(lines) == sorted(tagged - encodings)

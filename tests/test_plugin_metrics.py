@@ -183,8 +183,6 @@ def test_they_are_shown_in_the_live_view_and_in_plain_lines() -> None:
         n_micro=1,
         block_size=1,
         vocab_size=1,
-        train_tokens=1,
-        epoch_steps=1,
     )
     record = Logged(
         step=1,

@@ -30,8 +30,6 @@ INFO = RunInfo(
     n_micro=2,
     block_size=64,
     vocab_size=65,
-    train_tokens=1_003_854,
-    epoch_steps=1307,
     plugins=(PluginLine("flash", "rounding", "sdpa"), PluginLine("ema", "recipe")),
     skipped=(("compile", "no C++ compiler [see docs]: install g++"),),
 )

@@ -3,7 +3,7 @@
 - `console` what goes to stdout, what to stderr, and in which dress
 - `live` a training as it goes on: the `board` with its `curve`, or plain lines
 - `progress` of a `prepare`
-- `plot` runs, `ladder` a bench, each as a picture and with characters; `picture` the board for docs
+- `plot` runs, `ladder` a bench, each as a picture and with characters
 - `text` numbers and control characters
 """
 

@@ -24,6 +24,7 @@ import numpy as np
 from gptfast.data.layout import HDF5, SPLITS, Layout, Part, Split, hdf5_layout, identity
 from gptfast.data.nanogpt_meta import META, Meta, read_meta
 from gptfast.errors import Refused
+from gptfast.files import stands
 
 NANOGPT = "nanoGPT"
 LLM_C = "llm.c"
@@ -100,7 +101,7 @@ def _in_folder(folder: Path) -> dict[str, list[Path]]:
 
 
 def _with_the_other_split(path: Path) -> dict[str, list[Path]]:
-    if not path.exists():
+    if not stands(path):
         raise Refused(f"{path}: no such file: name a token file, or the folder of them")
     named = _NAME.fullmatch(path.name)
     if named is None:

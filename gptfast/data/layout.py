@@ -218,7 +218,7 @@ def _not_opened(path: Path, error: OSError) -> GptfastError:
     if isinstance(error, FileNotFoundError):
         return Refused(f"{path}: no such file: make it with {prepare_command(path)}")
     if isinstance(error, PermissionError):
-        return Refused(f"{path}: cannot be read ({error.strerror}): change its rights")
+        return Refused(f"{path}: cannot be read (Permission denied): change its rights")
     if path.stat().st_size == 0:
         cause = "is empty, 0 bytes"
     elif "truncated file" in text:

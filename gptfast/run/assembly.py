@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ class Progress:
         step: optimizer steps done.
         committed: updates applied; the schedule counts these.
         best_loss, best_step: lowest validation loss so far and where.
-        val_loss, val_step: the last validation loss and where.
+        val_loss: the last validation loss.
         evaluates: whether the step has its evaluation still before it.
     """
 
@@ -40,13 +41,17 @@ class Progress:
     best_loss: float = math.inf
     best_step: int | None = None
     val_loss: float | None = None
-    val_step: int | None = None
     evaluates: bool = False
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> Progress:
+        """As a checkpoint holds it; one of gptfast 0.1.0 holds `val_step` too."""
+        return cls(**{name: value for name, value in saved.items() if name != "val_step"})
 
     def take(self, event: Evaluated) -> None:
         """Remember an evaluation of this step."""
         self.evaluates = False
-        self.val_loss, self.val_step = event.loss, event.step
+        self.val_loss = event.loss
         if event.best:
             self.best_loss, self.best_step = event.loss, event.step
 
@@ -111,7 +116,7 @@ def assembled(
         progress = Progress()
         if checkpoint is not None:
             state = checkpoint.load_trainer()
-            progress = Progress(**state["progress"])
+            progress = Progress.of(state["progress"])
             load_optimizer(optimizer, state["optimizer"], source=str(checkpoint.folder))
             missing = hooks.load_state(state["plugins"])
             if missing:

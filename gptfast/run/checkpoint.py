@@ -104,6 +104,7 @@ class Checkpoint:
 
         path = self.folder / "model.safetensors"
         try:
+            path.open("rb").close()  # safetensors has one reason for all: no such file
             with safe_open(path, framework="pt") as file:
                 saved = (file.metadata() or {}).get("crc32")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict

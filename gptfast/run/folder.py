@@ -21,7 +21,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from gptfast.errors import GptfastError, Refused
-from gptfast.files import replace_text
+from gptfast.files import replace_text, stands
 from gptfast.profile import nearest
 from gptfast.report import Course
 from gptfast.run.checkpoint import Checkpoint
@@ -134,7 +134,7 @@ class Run:
     @property
     def has_begun(self) -> bool:
         """Whether a run is kept here: it has its log or, where that was lost, a checkpoint."""
-        return self._metrics.is_file() or bool(self.steps())
+        return stands(self._metrics) or bool(self.steps())
 
     @property
     def written(self) -> float:
@@ -143,7 +143,7 @@ class Run:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, rising."""
-        if not self.checkpoints.is_dir():
+        if not (stands(self.checkpoints) and self.checkpoints.is_dir()):
             return []
         matches = (STEP_NAME.fullmatch(path.name) for path in self.checkpoints.iterdir())
         return sorted(int(match[1]) for match in matches if match)
@@ -159,7 +159,7 @@ class Run:
         """The newest checkpoint that loads, and why newer ones do not.
 
         Raises:
-            Refused: none does.
+            Refused: none does, or a newer one may not be read.
         """
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
@@ -167,6 +167,8 @@ class Run:
                 checkpoint = Checkpoint.open(self.checkpoint_folder(step))
                 checkpoint.check()
             except Refused as error:
+                if isinstance(error.__cause__, PermissionError):
+                    raise  # nothing says that it is damaged
                 damaged[step] = str(error)
             else:
                 return Resumable(checkpoint, damaged)
@@ -432,7 +434,7 @@ def find_checkpoint(name: str, *, parent: Path) -> Checkpoint:
         Refused: there is no such run or checkpoint.
     """
     for folder in (Path(name), parent / name):
-        if (folder / "meta.json").exists():
+        if stands(folder / "meta.json"):
             return Checkpoint.open(folder)
         if Run(folder).steps():
             return Run(folder).latest()

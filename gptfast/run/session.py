@@ -418,7 +418,6 @@ def run_info(
     assert profile.model.vocab_size is not None
     params = count_parameters(trainer.raw_model)
     order = trainer.source.windows
-    n_tokens = trainer.kit.store.n_tokens("train")
     return RunInfo(
         name=run.folder.name if run else None,
         folder=str(run.folder) if run else None,
@@ -433,8 +432,6 @@ def run_info(
         n_micro=profile.train.n_micro,
         block_size=order.block_size,
         vocab_size=profile.model.vocab_size,
-        train_tokens=n_tokens,
-        epoch_steps=max(1, (n_tokens - 1) // order.block_size // profile.train.batch_size),
         plugins=tuple(
             PluginLine(e.name, e.plugin.claim.value, e.detail) for e in selection.enabled
         ),

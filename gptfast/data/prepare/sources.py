@@ -24,6 +24,7 @@ from gptfast.data.prepare.corpora import SHAKESPEARE
 from gptfast.data.prepare.formats import FORMATS, Reading, bare_name, require_parquet
 from gptfast.data.prepare.packing import Input
 from gptfast.errors import GptfastError, Refused
+from gptfast.files import stands
 
 STANDARD_INPUT = "-"
 
@@ -273,20 +274,22 @@ def _close(file: IO[bytes]) -> None:
 
 def _files(source: str, pattern: str | None, *, known: Sequence[str]) -> Iterator[Source]:
     path = Path(source)
-    if path.is_dir():
+    there = stands(path)
+    if there and path.is_dir():
         if pattern is None:
             _check_no_tokens_in(path, source)
         found = sorted(_texts_in(path, pattern), key=lambda p: p.relative_to(path).parts)
         if not found:
             raise Refused(f"{source}: {_nothing_in_a_folder(pattern)}")
         yield from (Source(str(file), file) for file in found)
-    elif path.exists():
+    elif there:
         yield _named(path, source)
     elif glob.has_magic(source):
         # Path.glob takes no absolute pattern.
         matches = sorted(map(Path, glob.glob(source, recursive=True)))  # noqa: PTH207
         files = [match for match in matches if not match.is_dir()]
         if not files:
+            _check_may_list(path)
             raise Refused(f"{source}: no file matches: check the pattern")
         yield from (_named(file, str(file)) for file in files)
     else:
@@ -343,6 +346,17 @@ def _check_may_look(folder: Path) -> None:
 
     for _, folders, _ in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
+
+
+def _check_may_list(pattern: Path) -> None:
+    """A glob finds nothing in a folder that it may not list, and says nothing."""
+    folder = next(path for path in (*pattern.parents, Path()) if not glob.has_magic(str(path)))
+    try:
+        os.scandir(folder).close()
+    except PermissionError as error:
+        raise Refused(_not_allowed(str(folder), error)) from error
+    except OSError:
+        return
 
 
 def _not_allowed(label: str, error: OSError) -> str:
