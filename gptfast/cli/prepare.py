@@ -158,13 +158,12 @@ def command(
     one text is one stream.
     """
     from gptfast.data.prepare.formats import Reading
-    from gptfast.data.prepare.mix import parse
     from gptfast.data.prepare.prepare import PrepareOptions, prepare
-    from gptfast.data.prepare.selection import Selection
+    from gptfast.data.prepare.selection import Selection, parse_mix
 
     weights = None
     if is_mix:
-        ingredients = parse(sources)
+        ingredients = parse_mix(sources)
         sources = tuple(one.name for one in ingredients)
         weights = tuple(one.weight for one in ingredients)
 

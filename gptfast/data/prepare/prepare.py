@@ -25,8 +25,14 @@ from gptfast.data.layout import SPLITS
 from gptfast.data.prepare.corpus import Survey
 from gptfast.data.prepare.encoding import Encoded, encode, training_text
 from gptfast.data.prepare.formats import STRICT, Reading
-from gptfast.data.prepare.job import Job, difference, job_of
-from gptfast.data.prepare.progress import Unfinished, at_work, find_unfinished
+from gptfast.data.prepare.progress import (
+    Job,
+    Unfinished,
+    at_work,
+    difference,
+    find_unfinished,
+    job_of,
+)
 from gptfast.data.prepare.selection import ALL, Chosen, Selection, Share, choose
 from gptfast.data.prepare.sources import Surroundings, find, short_name
 from gptfast.data.prepare.writer import Draft
