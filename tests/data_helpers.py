@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gptfast.data.prepare.prepare import Prepared, prepare
+from gptfast.data.prepare.prepare import Prepared, PrepareOptions, prepare
 from gptfast.data.store import Store
 
 INPUTS = Path(__file__).parent / "inputs"
@@ -33,8 +33,9 @@ def tiny_shakespeare(folder: Path) -> Path:
 
 
 def prepared(folder: Path, *sources: Path | str, **options: Any) -> tuple[Prepared, Store]:
-    """A data file in `folder`, through the real functions."""
-    result = prepare(sources, out=folder / "corpus.h5", **options)
+    """A data file in `folder`, through the real functions; `options` are those of `prepare` too."""
+    told = {name: options.pop(name) for name in ("progress", "note", "tell") if name in options}
+    result = prepare(sources, PrepareOptions(**options), out=folder / "corpus.h5", **told)
     return result, Store.open(result.path)
 
 
@@ -53,10 +54,11 @@ SPENDS = """
 import json
 import sys
 from pathlib import Path
-from gptfast.data.prepare.prepare import prepare
+from gptfast.data.prepare.prepare import PrepareOptions, prepare
 
 text, out, proc = *map(Path, sys.argv[1:]), Path("/proc/self")
-made = prepare([text], out=out, tokenizer="bytes", force=True, workers=2)
+options = PrepareOptions(tokenizer="bytes", force=True, workers=2)
+made = prepare([text], options, out=out)
 spent = {
     "n_tokens": made.train.n_tokens + made.val.n_tokens,
     "peak_kb": int((proc / "status").read_text().split("VmHWM:")[1].split()[0]),

@@ -41,7 +41,7 @@ from data_helpers import (
 from gptfast.cli import main
 from gptfast.data.prepare import encoding, packing, selection, shakespeare, sources, writer
 from gptfast.data.prepare.formats import Reading
-from gptfast.data.prepare.prepare import default_out, prepare
+from gptfast.data.prepare.prepare import PrepareOptions, default_out, prepare
 from gptfast.data.prepare.sources import Surroundings, find
 from gptfast.data.store import Store
 from gptfast.data.windows import WindowOrder
@@ -438,7 +438,7 @@ def test_a_target_that_cannot_be_is_refused(out: str, message: str, tmp_path: Pa
     text = tmp_path / "text.txt"
     text.write_text("some text")
     with pytest.raises(Refused, match=message):
-        prepare([text], out=tmp_path / out, force=True)
+        prepare([text], PrepareOptions(force=True), out=tmp_path / out)
     assert text.read_text() == "some text"
 
 
@@ -746,13 +746,12 @@ def test_a_file_named_shakespeare_is_asked_for_by_its_path(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("shakespeare").write_text("my own sonnets")
-    result = prepare(["./shakespeare"], tokenizer="bytes", val_fraction=0)
+    result = prepare(["./shakespeare"], PrepareOptions("bytes", val_fraction=0))
     assert result.train.n_tokens == 14
     tiny_shakespeare(tmp_path)
     notes: list[str] = []
-    named = prepare(
-        ["shakespeare"], tokenizer="bytes", force=True, cache_dir=tmp_path, note=notes.append
-    )
+    options = PrepareOptions("bytes", force=True, cache_dir=tmp_path)
+    named = prepare(["shakespeare"], options, note=notes.append)
     assert named.train.n_tokens == 1_003_854
     assert "./shakespeare" in notes[0]
 

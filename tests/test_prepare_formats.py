@@ -39,7 +39,7 @@ from gptfast.cli import main
 from gptfast.data.prepare import encoding, packing, selection
 from gptfast.data.prepare.formats import Reading, Tally, read_pieces
 from gptfast.data.prepare.packing import Input, unpacked
-from gptfast.data.prepare.prepare import prepare
+from gptfast.data.prepare.prepare import PrepareOptions, prepare
 from gptfast.data.store import Store
 from gptfast.errors import GptfastError, Refused
 from gptfast.tokenizers.tokenizer import load_tokenizer
@@ -568,7 +568,7 @@ def test_a_glob_that_picks_nothing_is_refused(
 ) -> None:
     monkeypatch.chdir(project.parent)
     with pytest.raises(Refused, match=f"^{message}"):
-        prepare([source], pattern=pattern)
+        prepare([source], PrepareOptions(pattern=pattern))
     assert only(project.parent, "project")
 
 

@@ -24,7 +24,7 @@ from data_helpers import TEXT, needs_proc, only, prepared, spent, tiny_shakespea
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gptfast.data.prepare import encoding, job, packing, progress, writer
+from gptfast.data.prepare import encoding, packing, progress, writer
 from gptfast.data.prepare.formats import Reading
 from gptfast.data.prepare.selection import Selection
 from gptfast.data.prepare.writer import Draft
@@ -145,14 +145,14 @@ def test_too_small_a_disk_is_refused_before_any_work(
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A point in the journal after each few characters, there before the next are encoded."""
-    keep = progress.Journal.keep
+    """A point in the progress file after each few characters, there before the next are encoded."""
+    keep = progress.ProgressFile.keep
 
-    def keep_now(log: progress.Journal, point: progress.Point, *, file: int) -> None:
+    def keep_now(log: progress.ProgressFile, point: progress.Point, *, file: int) -> None:
         keep(log, point, file=file)
         log.settle()
 
-    monkeypatch.setattr(progress.Journal, "keep", keep_now)
+    monkeypatch.setattr(progress.ProgressFile, "keep", keep_now)
     monkeypatch.setattr(progress, "_EVERY_S", 0)
     monkeypatch.setattr(packing, "BLOCK", 200)
     monkeypatch.setattr(encoding, "_BATCH", 100)
@@ -166,7 +166,7 @@ def killed(
 
     def dying(draft: Draft, at: int, content: memoryview) -> None:
         if next(left, None) is None:
-            # As torn as a write can be, and the journal as far as its thread has come.
+            # As torn as a write can be, and the progress file as far as its thread has come.
             write(draft, at, content[: len(content) // 2])
             raise Killed
         write(draft, at, content)
@@ -175,7 +175,7 @@ def killed(
 
     def leaving(draft: Draft, kind: type[BaseException] | None, *rest: Any) -> None:
         if kind is Killed:
-            draft._journal.close()
+            draft._progress.close()
             draft._stack.close()
         else:
             leave(draft, kind, *rest)
@@ -304,7 +304,7 @@ def test_what_has_changed_is_not_gone_on_with(
     elif change == "another text":
         sources = sources[:1]
     elif change == "version":
-        monkeypatch.setattr(job, "__version__", "99.0")
+        monkeypatch.setattr(progress, "__version__", "99.0")
     with pytest.raises(
         Refused, match=rf"^--resume: {message}, so the tokens would not be the same"
     ):
@@ -329,7 +329,7 @@ def test_without_resume_it_begins_anew_and_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("often")
 def test_what_is_damaged_is_not_gone_on_with(tmp_path: Path) -> None:
-    """Ids that are not those of the journal; and a journal whose last line is half a line."""
+    """Ids that are not those of the progress file; and one whose last line is half a line."""
     sources = one_text(tmp_path)
     assert killed(tmp_path, sources, after=12, tokenizer="bytes")
     (partial,) = tmp_path.glob(".*.partial")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gptfast.config import load
-from gptfast.data.prepare.prepare import prepare
+from gptfast.data.prepare.prepare import PrepareOptions, prepare
 from gptfast.report import Finished, RunInfo, Silent
 from gptfast.run import session
 
@@ -34,7 +34,7 @@ class Replaces(Silent):
     def started(self, info: RunInfo) -> None:
         other = self.data.with_name("other.txt")
         other.write_text("0123456789" * 50)
-        prepare([other], out=self.data, tokenizer="chars", force=True)
+        prepare([other], PrepareOptions("chars", force=True), out=self.data)
 
 
 def finished(folder: Path, listener: Silent, run: str) -> Finished:
@@ -47,7 +47,7 @@ def test_a_run_reads_on_in_the_file_that_it_began_with(tmp_path: Path) -> None:
     text.write_text("to be or not to be, that is the question. " * 30)
     data = tmp_path / "corpus.h5"
     (tmp_path / "gptfast.toml").write_text(PROFILE)
-    prepare([text], out=data, tokenizer="chars")
+    prepare([text], PrepareOptions("chars"), out=data)
     undisturbed = finished(tmp_path, Silent(), "one")
     before = data.stat().st_ino
     replaced = finished(tmp_path, Replaces(data), "two")

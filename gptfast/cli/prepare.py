@@ -158,30 +158,32 @@ def command(
     one text is one stream.
     """
     from gptfast.data.prepare.formats import Reading
-    from gptfast.data.prepare.mix import parse
-    from gptfast.data.prepare.prepare import prepare
-    from gptfast.data.prepare.selection import Selection
+    from gptfast.data.prepare.prepare import PrepareOptions, prepare
+    from gptfast.data.prepare.selection import Selection, parse_mix
 
     weights = None
     if is_mix:
-        ingredients = parse(sources)
+        ingredients = parse_mix(sources)
         sources = tuple(one.name for one in ingredients)
         weights = tuple(one.weight for one in ingredients)
 
+    options = PrepareOptions(
+        tokenizer=tokenizer,
+        val_fraction=val_fraction,
+        reading=Reading(errors=errors, kind=kind, text_key=text_key, on_bad_row=on_bad_row),
+        selection=Selection(weights, dedupe, max_chars),
+        pattern=pattern,
+        workers=workers,
+        encoder=encoder,
+        force=force,
+        resume=resume,
+        cache_dir=app.cache_dir,
+    )
     with app.console.prepare_progress(None) as progress:
         prepared = prepare(
             sources,
+            options,
             out=out,
-            tokenizer=tokenizer,
-            val_fraction=val_fraction,
-            reading=Reading(errors=errors, kind=kind, text_key=text_key, on_bad_row=on_bad_row),
-            selection=Selection(weights, dedupe, max_chars),
-            pattern=pattern,
-            workers=workers,
-            encoder=encoder,
-            force=force,
-            resume=resume,
-            cache_dir=app.cache_dir,
             progress=progress,
             note=app.console.warn,
             tell=app.console.note,

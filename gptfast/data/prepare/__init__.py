@@ -5,12 +5,12 @@ The text:
 - `sources` what can be named; `corpora`, `shakespeare` and `hub` what is not on this machine, which
   `fetch` brings
 - `packing`, `formats` from files to documents; `corpus` looks through them and cuts them up
-- `selection` how much of which text is taken: `mix` by weight, `dedupe` without copies, `plan` for
-  training or validation
+- `selection` how much of which text is taken, in a mix by weight: `dedupe` without copies, `plan`
+  for training or validation
 
 The file:
 
 - `prepare` the whole way; `encoding` on threads
-- `job` and `progress` so that another goes on where it was killed
+- `progress` so that another goes on where it was killed
 - `writer` makes the file
 """

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from gptfast import __version__
@@ -26,15 +25,21 @@ from gptfast.data.layout import SPLITS
 from gptfast.data.prepare.corpus import Survey
 from gptfast.data.prepare.encoding import Encoded, encode, training_text
 from gptfast.data.prepare.formats import STRICT, Reading
-from gptfast.data.prepare.job import Job, difference, job_of
-from gptfast.data.prepare.progress import Unfinished, at_work, find_unfinished
+from gptfast.data.prepare.progress import (
+    Job,
+    Unfinished,
+    at_work,
+    difference,
+    find_unfinished,
+    job_of,
+)
 from gptfast.data.prepare.selection import ALL, Chosen, Selection, Share, choose
 from gptfast.data.prepare.sources import Surroundings, find, short_name
 from gptfast.data.prepare.writer import Draft
 from gptfast.data.store import Store
 from gptfast.errors import Refused, counted
 from gptfast.files import check_room
-from gptfast.tokenizers.encoders import Choice, encoder_for
+from gptfast.tokenizers.encoders import Choice, Encoder, encoder_for
 from gptfast.tokenizers.tokenizer import (
     Tokenizer,
     file_label,
@@ -45,6 +50,8 @@ from gptfast.tokenizers.tokenizer import (
 
 Progress = Callable[[int, int, int], None]
 """Called with bytes of text done, bytes in all, and tokens so far."""
+Note = Callable[[str], None]
+"""Called with a line for the user."""
 
 _BYTES_OF_A_TOKEN = 5
 """Hardly any text has more of them, on average."""
@@ -90,7 +97,7 @@ class Prepared:
     n_left_out: int
     """Characters left out because of the proportions of a mix, or of a limit."""
     shares: tuple[Share, ...]
-    """Of a mix."""
+    """What was taken of each source of a mix; (): it is none."""
     fingerprint: str
     """`Store.fingerprint`."""
     seconds: float
@@ -101,40 +108,83 @@ def default_out(sources: Sequence[str | Path], tokenizer: str) -> Path:
     return Path("data", f"{short_name(str(sources[0]))}-{file_label(tokenizer)}.h5")
 
 
+@dataclass(frozen=True)
+class PrepareOptions:
+    """How texts become a data file."""
+
+    tokenizer: str | Tokenizer = "gpt2"
+    """A name, or one already built."""
+    val_fraction: float = 0.1
+    """The share for validation, in [0, 1); 0: no validation split."""
+    reading: Reading = STRICT
+    """Where the text of a row is, and what to do with what cannot be read."""
+    selection: Selection = ALL
+    """How much of which text; its weights are those of the sources."""
+    pattern: str | None = None
+    """Which files of a folder are read; None: those that are known by their ending."""
+    workers: int | None = None
+    """Threads that encode; None: one for each core."""
+    encoder: Choice = "auto"
+    """With "auto" gigatoken, where it is installed, knows the tokenizer and has enough to do; the
+    ids are the same."""
+    force: bool = False
+    """Whether to replace an existing file."""
+    resume: bool = False
+    """Whether to go on where a `prepare` of the same texts with the same options was stopped."""
+    cache_dir: Path | None = None
+    """Where downloads are kept; only a corpus known by name needs it."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What there is to do."""
+
+    out: Path
+    description: str
+    """The texts, in words."""
+    chosen: Chosen
+    tokenizer: Tokenizer
+    encoder: Encoder
+    options: PrepareOptions
+
+    def job(self) -> Job:
+        """What the ids depend on; asked for only where a progress file is kept, since to hash a
+        vocabulary takes a while.
+        """
+        reading, selection = self.options.reading, self.options.selection
+        typed = {
+            "SOURCE": self.description,
+            "--val-fraction": self.options.val_fraction,
+            "--text-key": reading.text_key,
+            "--errors": reading.errors,
+            "--on-bad-row": reading.on_bad_row,
+            "--format": reading.kind,
+            "--mix": selection.weights,
+            "--dedupe": selection.dedupe,
+            "--max-chars": selection.max_chars,
+        }
+        return job_of(
+            self.chosen.surveys, self.chosen.plan, tokenizer=self.tokenizer, options=typed
+        )
+
+
+DEFAULTS = PrepareOptions()
+
+
 def prepare(
     sources: Sequence[str | Path],
+    options: PrepareOptions = DEFAULTS,
     *,
     out: Path | None = None,
-    tokenizer: str | Tokenizer = "gpt2",
-    val_fraction: float = 0.1,
-    reading: Reading = STRICT,
-    selection: Selection = ALL,
-    pattern: str | None = None,
-    workers: int | None = None,
-    encoder: Choice = "auto",
-    force: bool = False,
-    resume: bool = False,
-    cache_dir: Path | None = None,
     progress: Progress = lambda done, total, tokens: None,
-    note: Callable[[str], None] = lambda line: None,
-    tell: Callable[[str], None] = lambda line: None,
+    note: Note = lambda line: None,
+    tell: Note = lambda line: None,
 ) -> Prepared:
     """Encode texts into one data file.
 
     Args:
         sources: what `gptfast.data.prepare.sources.find` takes.
         out: None: `default_out`.
-        tokenizer: a name, or one already built.
-        val_fraction: in [0, 1); 0: no validation split.
-        reading: where the text of a row is, and what to do with what cannot be read.
-        selection: how much of which text; its weights are those of `sources`.
-        pattern: which files of a folder are read; None: those that are known by their ending.
-        workers: threads that encode; None: one for each core.
-        encoder: "auto": gigatoken where it is installed, knows the tokenizer and has enough to do.
-            The ids are the same.
-        force: replace an existing file.
-        resume: go on where a `prepare` of the same texts with the same options was stopped.
-        cache_dir: where downloads are kept; only a corpus known by name needs it.
         note: told in one line what the user should know.
         tell: told in one line what is fetched.
 
@@ -144,99 +194,108 @@ def prepare(
         GptfastError: the tokenizer failed, a file changed meanwhile, the disk is full.
     """
     begin = time.monotonic()
-    name = tokenizer if isinstance(tokenizer, str) else tokenizer.name
+    name = options.tokenizer if isinstance(options.tokenizer, str) else options.tokenizer.name
     out = (out or default_out(sources, name)).absolute()
-    scratch = check_target(out, force=force)
-    if resume and (pid := at_work(out)) is not None:
+    with _planned(sources, options, out, note=note, tell=tell) as work:
+        draft = _encoded(work, progress=progress, note=note)
+    return _report(work, draft, begin=begin)
+
+
+@contextmanager
+def _planned(
+    sources: Sequence[str | Path], options: PrepareOptions, out: Path, *, note: Note, tell: Note
+) -> Iterator[_Work]:
+    """Check and count all texts; they can be read again until it is left."""
+    scratch = check_target(out, force=options.force)
+    if options.resume and (pid := at_work(out)) is not None:
         raise Refused(f"{out}: process {pid} is at work on it: wait for it, or stop it first")
-    if not 0 <= val_fraction < 1:
-        raise Refused(f"--val-fraction {val_fraction} is not in [0, 1): use 0.1, or 0 for no split")
+    if not 0 <= options.val_fraction < 1:
+        raise Refused(
+            f"--val-fraction {options.val_fraction} is not in [0, 1): use 0.1, or 0 for no split"
+        )
+    tokenizer = options.tokenizer
     if isinstance(tokenizer, str) and not is_made_from_corpus(tokenizer):
         tokenizer = load_tokenizer(tokenizer)
-
-    with ExitStack() as stack:
-        corpus = stack.enter_context(
-            find(
-                sources,
-                Surroundings(cache_dir, scratch, note, tell),
-                pattern=pattern,
-                reading=reading,
-                limits=selection.limits(len(sources)),
-            )
-        )
+    with find(
+        sources,
+        Surroundings(options.cache_dir, scratch, note, tell),
+        pattern=options.pattern,
+        reading=options.reading,
+        limits=options.selection.limits(len(sources)),
+    ) as corpus:
         if out.resolve() in {source.identity for source in corpus.sources}:
             raise Refused(f"{out}: is one of the texts: choose another --out")
         alphabet: set[str] | None = set() if tokenizer == "chars" else None
         chosen = choose(
             corpus,
-            selection,
-            val_fraction=val_fraction,
-            reading=reading,
+            options.selection,
+            val_fraction=options.val_fraction,
+            reading=options.reading,
             alphabet=alphabet,
             note=note,
         )
-        surveys, planned = chosen.surveys, chosen.plan
         if isinstance(tokenizer, str):
             tokenizer = made_from_corpus(
                 tokenizer,
                 alphabet=alphabet or (),
-                texts=training_text(surveys, planned, reading=reading),
+                texts=training_text(chosen.surveys, chosen.plan, reading=options.reading),
             )
-        _check_documents(surveys, tokenizer)
-        n_bytes = sum(s.n_bytes for s in surveys)
-        encodes = encoder_for(tokenizer, encoder, n_bytes=n_bytes)
-        options = {
-            "SOURCE": corpus.description,
-            "--val-fraction": val_fraction,
-            "--text-key": reading.text_key,
-            "--errors": reading.errors,
-            "--on-bad-row": reading.on_bad_row,
-            "--format": reading.kind,
-            "--mix": selection.weights,
-            "--dedupe": selection.dedupe,
-            "--max-chars": selection.max_chars,
-        }
-        # Called for texts that take a while: a vocabulary has its weight.
-        job = partial(job_of, surveys, planned, tokenizer=tokenizer, options=options)
-        unfinished = _unfinished(out, resume=resume, note=note)
-        _check_same(unfinished, job)
-        draft = Draft(out, vocab_size=tokenizer.vocab_size, job=job, unfinished=unfinished)
-        _check_room(draft, chosen, unfinished, note)
+        _check_documents(chosen.surveys, tokenizer)
+        n_bytes = sum(s.n_bytes for s in chosen.surveys)
+        encoder = encoder_for(tokenizer, options.encoder, n_bytes=n_bytes)
+        yield _Work(out, corpus.description, chosen, tokenizer, encoder, options)
+
+
+def _encoded(work: _Work, *, progress: Progress, note: Note) -> Draft:
+    """Make the data file, from the beginning or from where another was stopped."""
+    chosen, options = work.chosen, work.options
+    unfinished = _unfinished(work.out, resume=options.resume, note=note)
+    _check_same(unfinished, work.job)
+    draft = Draft(
+        work.out, vocab_size=work.tokenizer.vocab_size, job=work.job, unfinished=unfinished
+    )
+    _check_room(draft, chosen, unfinished, note)
+    with ExitStack() as stack:
         stack.callback(_tell_kept, draft, note)  # called when the draft has been left
+        # Not entered: what a failing `open` leaves behind must be put away too.
         stack.push(draft)
         draft.open()
-        encoded = encode(
-            surveys,
-            planned,
-            tokenizer=tokenizer,
-            encoder=encodes,
-            reading=reading,
-            workers=workers or os.cpu_count() or 1,
+        batches = encode(
+            chosen.surveys,
+            chosen.plan,
+            tokenizer=work.tokenizer,
+            encoder=work.encoder,
+            reading=options.reading,
+            workers=options.workers or os.cpu_count() or 1,
             skip=draft.n_chunks,
         )
-        _fill(draft, encoded, total=_n_bytes(chosen), progress=progress)
+        _fill(draft, batches, total=_n_bytes(chosen), progress=progress)
         draft.finish(
-            tokenizer=tokenizer,
-            source=corpus.description,
+            tokenizer=work.tokenizer,
+            source=work.description,
             documents=_described(chosen),
-            attributes={"gptfast_version": __version__, "val_fraction": val_fraction},
+            attributes={"gptfast_version": __version__, "val_fraction": options.val_fraction},
         )
+    return draft
 
-    with Store.open(out) as store:
+
+def _report(work: _Work, draft: Draft, *, begin: float) -> Prepared:
+    chosen, tallies = work.chosen, [s.tally for s in work.chosen.surveys]
+    with Store.open(work.out) as store:
         return Prepared(
-            path=out,
-            source=corpus.description,
-            tokenizer=tokenizer.name,
-            vocab_size=tokenizer.vocab_size,
-            encoder=encodes.name,
+            path=work.out,
+            source=work.description,
+            tokenizer=work.tokenizer.name,
+            vocab_size=work.tokenizer.vocab_size,
+            encoder=work.encoder.name,
             train=_counted(draft, "train"),
             val=_counted(draft, "val"),
-            n_documents=sum(part.n_documents for part in planned.parts),
-            n_empty=sum(s.n_empty for s in surveys),
-            n_null=sum(s.tally.n_null for s in surveys),
-            n_bad_rows=sum(s.tally.n_bad_rows for s in surveys),
-            n_replaced=sum(s.tally.n_replaced for s in surveys),
-            n_wide=sum(s.tally.n_wide for s in surveys),
+            n_documents=sum(part.n_documents for part in chosen.plan.parts),
+            n_empty=sum(s.n_empty for s in chosen.surveys),
+            n_null=sum(tally.n_null for tally in tallies),
+            n_bad_rows=sum(tally.n_bad_rows for tally in tallies),
+            n_replaced=sum(tally.n_replaced for tally in tallies),
+            n_wide=sum(tally.n_wide for tally in tallies),
             n_copies=chosen.n_copies,
             n_left_out=chosen.n_left_out,
             shares=chosen.shares,
@@ -272,7 +331,7 @@ def _check_documents(surveys: Sequence[Survey], tokenizer: Tokenizer) -> None:
             )
 
 
-def _unfinished(out: Path, *, resume: bool, note: Callable[[str], None]) -> Unfinished | None:
+def _unfinished(out: Path, *, resume: bool, note: Note) -> Unfinished | None:
     """What to go on with."""
     found = find_unfinished(out)
     if found is not None and not resume:
@@ -293,9 +352,7 @@ def _check_same(unfinished: Unfinished | None, job: Callable[[], Job]) -> None:
         )
 
 
-def _check_room(
-    draft: Draft, chosen: Chosen, unfinished: Unfinished | None, note: Callable[[str], None]
-) -> None:
+def _check_room(draft: Draft, chosen: Chosen, unfinished: Unfinished | None, note: Note) -> None:
     """A token stands for a byte at least; a document may have a separator and has its start."""
     parts = chosen.plan.parts
     n_documents = sum(part.n_documents for part in parts)
@@ -329,7 +386,7 @@ def _fill(draft: Draft, encoded: Iterable[Encoded], *, total: int, progress: Pro
     progress(total, total, tokens)
 
 
-def _tell_kept(draft: Draft, note: Callable[[str], None]) -> None:
+def _tell_kept(draft: Draft, note: Note) -> None:
     if draft.is_kept:
         note("what is done is kept: the same command with --resume goes on with it")
 

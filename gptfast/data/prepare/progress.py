@@ -1,35 +1,84 @@
 """How far a `prepare` has come, so that another can go on where it was killed.
 
 Beside the target lies the unfinished file, `.NAME.PID.partial`, and from its first few seconds on
-`.NAME.PID.journal`: lines of JSON, the first with the job, each other a point up to which all ids
-are safely on the disk. Both names carry the process, so that the leavings of a dead one are known.
+the progress file, `.NAME.PID.journal`: lines of JSON, the first with the job, each other a point up
+to which all ids are safely on the disk. Both names carry the process, so that the leavings of a
+dead one are known.
 """
 
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import os
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 
+from gptfast import __version__
 from gptfast.data.layout import SPLITS
-from gptfast.data.prepare.job import Job
 from gptfast.files import sync
 
+if TYPE_CHECKING:
+    from gptfast.data.prepare.corpus import Survey
+    from gptfast.data.prepare.plan import Plan
+    from gptfast.tokenizers.tokenizer import Tokenizer
+
+Job = Mapping[str, Any]
+"""All that the ids of a data file and their order depend on, by name, as JSON has it."""
+
+_ENCODERS = ("tiktoken", "gigatoken", "tokenizers")
 _EVERY_S = 5.0
 """Between two points: what a kill can cost."""
 _CLOCKS_S = 2.0
 """That the clocks of processes and of files may differ by."""
 _PARTIAL = ".partial"
-_JOURNAL = ".journal"
+_PROGRESS = ".journal"
+
+
+def job_of(
+    surveys: Sequence[Survey],
+    plan: Plan,
+    *,
+    tokenizer: Tokenizer,
+    options: Mapping[str, object],
+) -> Job:
+    """What to compare when a `prepare` is gone on with.
+
+    Args:
+        options: those of the command, as they are typed; what else they decide is in the plan.
+    """
+    definition = json.dumps(tokenizer.definition()).encode()
+    splits = hashlib.sha256()
+    for part in plan.parts:
+        splits.update(repr((part.train_end, part.end, part.n_chars)).encode())
+        splits.update(part.copies.tobytes())
+    job = {
+        "gptfast": __version__,
+        **{package: _version(package) for package in _ENCODERS},
+        **options,
+        "--tokenizer": f"{tokenizer.name} {hashlib.sha256(definition).hexdigest()}",
+        **{f"SHA-256 of {s.source.label}": s.sha256 for s in surveys},
+        "SHA-256 of the splits": splits.hexdigest(),
+    }
+    return cast("Job", json.loads(json.dumps(job)))  # tuples become lists, as in a progress file
+
+
+def difference(before: Job, now: Job) -> str | None:
+    """What differs between two jobs, in words; None: nothing."""
+    for name in [*before, *now]:
+        if before.get(name) != now.get(name):
+            was, is_ = (job.get(name, "nothing") for job in (before, now))
+            return f"{name} was {was} and is {is_}"
+    return None
 
 
 @dataclass
@@ -42,7 +91,7 @@ class SplitPoint:
     sha256: str = ""
     """Of the ids as stored."""
     documents: array[int] = field(default_factory=lambda: array("q"))
-    """First token of each document; in a line of the journal only those since the line before."""
+    """First token of each document; in a line of the file only those since the line before."""
 
 
 @dataclass
@@ -58,16 +107,16 @@ class Unfinished:
     """What a dead `prepare` left, to go on with."""
 
     partial: Path
-    journal: Path
+    progress: Path
     job: Job
     point: Point
-    n_journal_bytes: int
-    """Of the journal's whole lines: a power cut may have cut the last one."""
+    n_whole_bytes: int
+    """Length of the progress file's whole lines: a power cut may have cut the last one."""
 
     def take_over(self, target: Path) -> None:
         """Have it carry the name of this process."""
-        os.truncate(self.journal, self.n_journal_bytes)
-        for path, name in ((self.partial, partial_path), (self.journal, journal_path)):
+        os.truncate(self.progress, self.n_whole_bytes)
+        for path, name in ((self.partial, partial_path), (self.progress, progress_path)):
             path.touch()  # ours from now on, though its next ids may take a while
             path.rename(name(target))
 
@@ -81,19 +130,19 @@ def partial_path(target: Path) -> Path:
     return target.with_name(f".{target.name}.{os.getpid()}{_PARTIAL}")
 
 
-def journal_path(target: Path) -> Path:
-    return partial_path(target).with_suffix(_JOURNAL)
+def progress_path(target: Path) -> Path:
+    return partial_path(target).with_suffix(_PROGRESS)
 
 
 def find_unfinished(target: Path) -> Unfinished | None:
     """The newest file for `target` that a dead process left and that can be gone on with."""
-    journals = [path for path in _leavings(target) if path.suffix == _JOURNAL]
-    for journal in sorted(journals, key=lambda path: path.stat().st_mtime_ns, reverse=True):
-        partial = journal.with_suffix(_PARTIAL)
-        lines = list(_whole_lines(journal))
+    files = [path for path in _leavings(target) if path.suffix == _PROGRESS]
+    for progress in sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        partial = progress.with_suffix(_PARTIAL)
+        lines = list(_whole_lines(progress))
         if len(lines) > 1 and partial.exists():
             job, *said = map(json.loads, lines)
-            return Unfinished(partial, journal, job, _last_point(said), sum(map(len, lines)))
+            return Unfinished(partial, progress, job, _last_point(said), sum(map(len, lines)))
     return None
 
 
@@ -105,13 +154,13 @@ def at_work(target: Path) -> int | None:
 
 def sweep(target: Path, *, but: Unfinished | None = None) -> None:
     """Remove what dead processes left of `target`."""
-    kept = () if but is None else (but.partial, but.journal)
+    kept = () if but is None else (but.partial, but.progress)
     for path in _leavings(target):
         if path not in kept:
             path.unlink(missing_ok=True)
 
 
-class Journal:
+class ProgressFile:
     """Keeps points, from time to time and on a thread: a disk takes its time to be sure."""
 
     def __init__(self, path: Path, job: Callable[[], Job], *, has_points: bool) -> None:
@@ -148,12 +197,12 @@ class Journal:
     def _keep(self, point: Point, file: int) -> None:
         os.fsync(file)
         begins = not self.path.exists()
-        with self.path.open("ab") as journal:
+        with self.path.open("ab") as progress:
             if begins:
-                journal.write(_line(self._job()))
-            journal.write(_line(_spelled(point)))
-            journal.flush()
-            os.fsync(journal.fileno())
+                progress.write(_line(self._job()))
+            progress.write(_line(_spelled(point)))
+            progress.flush()
+            os.fsync(progress.fileno())
         if begins:
             sync(self.path.parent)
         self.has_points = True
@@ -173,8 +222,8 @@ def _spelled(point: Point) -> dict[str, Any]:
     }
 
 
-def _whole_lines(journal: Path) -> Iterator[bytes]:
-    with journal.open("rb") as lines:
+def _whole_lines(progress: Path) -> Iterator[bytes]:
+    with progress.open("rb") as lines:
         for line in lines:
             if not line.endswith(b"\n"):
                 return
@@ -195,7 +244,7 @@ def _leavings(target: Path) -> Iterator[Path]:
 
 
 def _all_of(target: Path) -> Iterator[tuple[int, Path]]:
-    for suffix in (_PARTIAL, _JOURNAL):
+    for suffix in (_PARTIAL, _PROGRESS):
         for path in target.parent.glob(f".{glob.escape(target.name)}.*{suffix}"):
             pid = path.name.split(".")[-2]
             if pid.isdigit():
@@ -210,3 +259,10 @@ def _writes(pid: int, path: Path) -> bool:
         return bool(psutil.Process(pid).create_time() < path.stat().st_mtime + _CLOCKS_S)
     except (psutil.NoSuchProcess, FileNotFoundError):
         return False
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

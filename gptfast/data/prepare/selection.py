@@ -1,4 +1,9 @@
-"""How much of which text goes into the data file: mixed, without copies, up to a size."""
+"""How much of which text goes into the data file: mixed, without copies, up to a size.
+
+In a mix, `a.txt:0.7 b.jsonl:0.3`, a weight is the share of a source in the characters of the data
+file, of training and validation alike; only their proportions count. Nothing is repeated: the
+source that is used up first, for its weight, sets the size, and the rest of the others is left out.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +47,14 @@ ALL = Selection()
 
 
 @dataclass(frozen=True)
+class Ingredient:
+    """A source of a mix and its share."""
+
+    name: str
+    weight: float
+
+
+@dataclass(frozen=True)
 class Share:
     """What has been taken of a source of a mix."""
 
@@ -69,6 +82,23 @@ class Chosen:
     """Of a mix."""
     n_left_out: int
     """Characters that were read and have no place, copies not counted."""
+
+
+def parse_mix(values: Sequence[str]) -> list[Ingredient]:
+    """What stands behind `--mix`; a name may have colons, the weight is behind the last.
+
+    Raises:
+        Refused: no weight, one that is no number above 0, a source twice.
+    """
+    ingredients: list[Ingredient] = []
+    for value in values:
+        name, colon, written = value.rpartition(":")
+        if not (name and colon):
+            raise Refused(f"--mix {value}: has no weight: write {value or 'SOURCE'}:0.5, say")
+        if name in [ingredient.name for ingredient in ingredients]:
+            raise Refused(f"--mix {value}: {name} is in it twice: give it one weight")
+        ingredients.append(Ingredient(name, _weight(written, value)))
+    return ingredients
 
 
 def choose(
@@ -183,3 +213,16 @@ def _check_mix(found: Sequence[Found], groups: Sequence[Sequence[Survey]], flags
                 f"--mix: {one.name} has copies of earlier documents only: leave it or --dedupe out"
             )
         at += n_documents
+
+
+def _weight(written: str, value: str) -> float:
+    try:
+        weight = float(written)
+    except ValueError:
+        weight = math.nan
+    if not 0 < weight < math.inf:
+        raise Refused(
+            f"--mix {value}: the weight {written or 'after the colon'} is no number above 0: write "
+            "the share of the source in the text, as in a.txt:0.7"
+        )
+    return weight

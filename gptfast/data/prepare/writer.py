@@ -24,14 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gptfast.data.layout import FORMAT, FORMAT_VERSION, SPLITS
-from gptfast.data.prepare.job import Job
 from gptfast.data.prepare.progress import (
-    Journal,
+    Job,
     Point,
+    ProgressFile,
     SplitPoint,
     Unfinished,
-    journal_path,
     partial_path,
+    progress_path,
     sweep,
 )
 from gptfast.errors import Refused
@@ -64,18 +64,18 @@ class _Growing:
     max_id: int = 0
     documents: array[int] = field(default_factory=lambda: array("q"))
     n_noted: int = 0
-    """Documents that the journal knows of."""
+    """Documents that the progress file knows of."""
     digest: Any = field(default_factory=hashlib.sha256)
 
 
 class Draft:
     """A data file in the making: all ids of "train" are appended before those of "val".
 
-    Left by an error that another try may get past (a signal, a full disk) it stays, if the journal
-    knows of it; left by any other it goes.
+    Left by an error that another try may get past (a signal, a full disk) it stays, if the progress
+    file knows of it; left by any other it goes.
 
     Args:
-        job: gives what the ids depend on, for the journal; None: it keeps none.
+        job: gives what the ids depend on, for the progress file; None: it keeps none.
         unfinished: a draft with the same job to go on with.
     """
 
@@ -96,10 +96,10 @@ class Draft:
         self.target = target
         self._partial = partial_path(target)
         self._splits = {name: _Growing() for name in SPLITS}
-        self._journal: Journal | None = None
+        self._progress: ProgressFile | None = None
         if job is not None:
             begun = unfinished is not None
-            self._journal = Journal(journal_path(target), job, has_points=begun)
+            self._progress = ProgressFile(progress_path(target), job, has_points=begun)
         self._unfinished = unfinished
         self._stack = contextlib.ExitStack()
         self._file: io.FileIO
@@ -133,13 +133,13 @@ class Draft:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._journal is not None:
-            self._journal.close()
+        if self._progress is not None:
+            self._progress.close()
         self._stack.close()
         self.is_kept = self._has_points() and error is not None and _may_pass(error)
         if not self.is_kept:
             self._partial.unlink(missing_ok=True)
-            journal_path(self.target).unlink(missing_ok=True)
+            progress_path(self.target).unlink(missing_ok=True)
 
     def n_tokens(self, split: str) -> int:
         return self._splits[split].n_tokens
@@ -179,8 +179,8 @@ class Draft:
             growing.n_tokens += len(ids)
             growing.n_bytes += n_bytes
             self.n_chunks += n_chunks
-            if self._journal is not None and self._journal.is_due():
-                self._note(self._journal)
+            if self._progress is not None and self._progress.is_due():
+                self._note(self._progress)
 
     def finish(
         self,
@@ -202,9 +202,9 @@ class Draft:
         """
         definition, sources = _json(tokenizer.definition()), _json(list(documents))
         with writing(self.target):
-            if self._journal is not None and self._has_points():
-                self._note(self._journal)
-                self._journal.settle()
+            if self._progress is not None and self._has_points():
+                self._note(self._progress)
+                self._progress.settle()
             self._make_room(definition.nbytes + sources.nbytes)
             with self._hdf5() as file:
                 self._lay_datasets(file)
@@ -255,11 +255,11 @@ class Draft:
     # going on --------------------------------------------------------------------------------
 
     def _has_points(self) -> bool:
-        return self._journal is not None and self._journal.has_points
+        return self._progress is not None and self._progress.has_points
 
-    def _note(self, journal: Journal) -> None:
+    def _note(self, progress: ProgressFile) -> None:
         point = Point(self.n_chunks, {name: _noted(self._splits[name]) for name in SPLITS})
-        journal.keep(point, file=self._file.fileno())
+        progress.keep(point, file=self._file.fileno())
 
     def _go_on(self, point: Point) -> None:
         self.n_chunks = point.n_chunks
